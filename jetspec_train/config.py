@@ -1,0 +1,204 @@
+"""The typed configuration: every key the project understands, its type and its default.
+
+Hydra composes YAML groups from ``conf/`` into one tree; ``load_config`` checks that tree against
+these dataclasses before anything heavy is imported. This file knows nothing of models or data.
+The YAML in ``conf/`` holds only what differs from the defaults written here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EMBEDDED_TARGET = "embedded:smollm2-135m-instruct"
+
+
+@dataclass
+class TargetConfig:
+    """The frozen main model. ``name``: hub id, local folder, ``.gguf`` file, or ``embedded:...``."""
+
+    name: str = EMBEDDED_TARGET
+    revision: str | None = None
+    gguf_file: str | None = None
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    device: str = "auto"  # auto | cpu | cuda
+    template: str = "tokenizer"  # tokenizer | plain (a stated plain template, only if asked)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+
+
+@dataclass
+class RecipeConfig:
+    """Which data mix. ``name`` is a file of ``data_recipes/``; ``path`` an explicit YAML file."""
+
+    name: str = "procedural"
+    path: str | None = None
+    prompts: int | None = None  # at most so many prompts in all
+    overrides: dict[str, Any] = field(default_factory=dict)  # e.g. a source's local path
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are chosen. ``temperature: 0`` is greedy; 0 / 1.0 switch a filter off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass
+class DistillConfig:
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 1024
+    batch_size: int = 32
+    samples_per_prompt: int = 1
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    flush_rows: int = 64
+    keep_truncated: bool = True
+    max_reject_share: float = 0.05
+
+
+@dataclass
+class BudgetConfig:
+    tokens: int = 800_000_000  # unique supervised target-generated tokens kept for training
+    generated_tokens: int | None = None  # cap on generation
+
+
+@dataclass
+class DraftConfig:
+    """A block draft head; None means "derived from the target's config"."""
+
+    kind: str = "block"  # block (eagle3 and standalone come as further kinds)
+    preset: str = "causal_markov"
+    layers: int = 2
+    block: int = 8  # K predictions per block
+    mask: str = "causal"  # causal | bidirectional
+    layout: str = "anchor"  # anchor | in_place
+    parent: str = "vanilla"  # none | vanilla | gated
+    parent_rank: int = 64
+    clean_prefix: float = 0.25  # probability that a training block starts with true tokens
+    target_layer_ids: list[int] | None = None  # 0-based decoder layers, "output of layer i"
+    taps: int = 5  # how many taps when target_layer_ids is None
+    hidden_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    mask_token_id: int | None = None
+
+
+@dataclass
+class ObjectiveConfig:
+    ce: float = 0.1
+    l1: float = 0.9
+    kl: float = 0.0
+    gamma: float | None = 4.0  # w_k = exp(-k/gamma); None: no decay
+    chunk_anchors: int = 32
+
+
+@dataclass
+class TrainConfig:
+    tokens: int | None = None  # use at most so many unique supervised tokens
+    epochs: float = 4.0
+    steps: int | None = None  # overrides epochs
+    sequence_length: int = 512
+    sequences: int = 4  # packed sequences per step, over all ranks and accumulation steps
+    accumulation: int = 1
+    anchors: int = 64  # per packed sequence
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 0.1  # as a share of learning_rate
+    warmup: float = 0.04  # share of all steps
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 1.0
+    precision: str = "auto"  # auto | float32 | bfloat16 (autocast, fp32 master weights)
+    features: str = "online"  # online | cache
+    eval_every: int = 200  # steps; 0: only at the end
+    eval_prompts: int = 12
+    eval_max_new_tokens: int = 96
+    save_every: int = 200
+    log_every: int = 10
+    keep: int = 2  # newest checkpoints kept beside the best
+
+
+@dataclass
+class EngineConfig:
+    name: str = "auto"  # auto | torch | deepspeed
+    zero_stage: int = 2
+    offload: bool = False
+
+
+@dataclass
+class TrackingConfig:
+    name: str = "none"  # none | wandb
+    project: str = "jetspec-train"
+    entity: str | None = None
+    mode: str = "online"  # online | offline
+    run_name: str | None = None
+
+
+@dataclass
+class DecodingConfig:
+    max_new_tokens: int = 256
+    drafting: bool = True
+    shape: str = "tree"  # chain | tree
+    nodes: int = 12  # drafted nodes sent to the target per round (anchor not counted)
+    shortlist: int = 16  # candidates per depth
+    depth: int | None = None  # at most so many slots; None: the draft's block
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ExportConfig:
+    formats: list[str] = field(default_factory=lambda: ["bundle"])
+    checkpoint: str = "best"  # best | last | a path
+    force: bool = False
+
+
+@dataclass
+class EvaluateConfig:
+    prompts: int = 12  # per domain
+    max_new_tokens: int = 128
+    warmup: int = 1
+    domains: list[str] | None = None  # None: every domain of the recipe's report split
+    recipes: list[str] = field(default_factory=list)  # further suites: recipe names or YAML paths
+    baselines: list[str] = field(default_factory=list)  # generate | prompt_lookup
+    fp32_prompts: int = 4  # prompts of the fp32 identity check, over all domains
+    bootstrap: int = 2000
+
+
+@dataclass
+class ClusterConfig:
+    name: str = "local"  # local | slurm
+
+
+@dataclass
+class Config:
+    stage: str = "pipeline"
+    preset: str | None = None
+    run_dir: str = "runs/default"
+    seed: int = 0
+    plan: bool = False
+    shard: str = "0/1"
+    bundle: str | None = None
+    prompt: str | None = None
+    prompt_file: str | None = None
+    reports: list[str] = field(default_factory=list)
+    pipeline: list[str] = field(default_factory=lambda: ["distill", "train", "export", "evaluate"])
+    target: TargetConfig = field(default_factory=TargetConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

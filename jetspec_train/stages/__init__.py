@@ -1,1 +1,28 @@
+"""The stages by name. A stage's module is imported only when it is asked for, so that ``--help``
+and configuration errors come at once.
 
+Every module here has ``run(cfg) -> None`` and ``plan(cfg) -> dict`` (what would be done, without
+doing it or loading anything heavy).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+STAGES = {
+    "pipeline": "run the stages below that a trained draft needs, in order; finished ones are skipped",
+    "distill": "let the target answer the recipe's prompts; writes run_dir/distill/samples-*.parquet",
+    "train": "train the draft on those answers; writes run_dir/train/checkpoints/",
+    "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",
+    "evaluate": "measure plain against speculative decoding; writes run_dir/evaluate/report.json and report.html",
+    "generate": "answer a prompt (prompt=, prompt_file= or standard input) with a bundle, streaming",
+    "compare": "compare evaluation reports: reports=[a.json,b.json]",
+    "status": "show how far each stage of run_dir has come",
+    "doctor": "show what this machine can do and what this configuration will cost",
+}
+
+
+def load_stage(name: str) -> ModuleType:
+    """Import the module of a stage; ``name`` must be a key of STAGES."""
+    return importlib.import_module(f"jetspec_train.stages.{name}")

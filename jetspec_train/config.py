@@ -7,8 +7,12 @@ The YAML in ``conf/`` holds only what differs from the defaults written here.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from jetspec_train import config_checks, config_loading
 
 EMBEDDED_TARGET = "embedded:smollm2-135m-instruct"
 
@@ -172,6 +176,11 @@ class EvaluateConfig:
 
 
 @dataclass
+class DoctorConfig:
+    json: str | None = None  # also write the findings to this file
+
+
+@dataclass
 class ClusterConfig:
     name: str = "local"  # local | slurm
 
@@ -202,3 +211,33 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+
+
+def load_config(arguments: Iterable[str] = ()) -> Config:
+    """Compose conf/ with ``key=value`` arguments into a checked Config.
+
+    Raises UserError, one line that names the key, its value and what is allowed. Imports neither
+    torch nor transformers, creates no folder, and leaves the working directory alone.
+    """
+    sorted_arguments = config_loading.sort_arguments(list(arguments), Config)
+    cfg = config_loading.build(Config, config_loading.compose(sorted_arguments))
+    config_checks.check(cfg)
+    return cfg
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """A configuration, or a section of one, as plain nested dicts."""
+    return dataclasses.asdict(cfg)
+
+
+def identity_of(cfg: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """The settings that determine a stage's output: ``{dotted key: value}``, sections as nested dicts.
+
+    For manifests; the order and the nesting do not matter there, only which values differ.
+    """
+    identity = {}
+    for key in keys:
+        value = config_checks.setting(cfg, key)
+        identity[key] = to_dict(value) if dataclasses.is_dataclass(value) else value
+    return identity

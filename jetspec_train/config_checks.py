@@ -1,0 +1,195 @@
+"""Impossible settings, refused in one line before anything heavy is imported.
+
+Ranges and choices are tables; what concerns several keys is a function below them. What depends on
+the target (head sizes, tap layers) is checked where the target is known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from jetspec_train.artifacts.errors import UserError
+from jetspec_train.config_loading import near
+
+if TYPE_CHECKING:
+    from jetspec_train.config import Config
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "target.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "target.template": ("tokenizer", "plain"),
+    "draft.kind": ("block",),
+    "draft.mask": ("causal", "bidirectional"),
+    "draft.layout": ("anchor", "in_place"),
+    "draft.parent": ("none", "vanilla", "gated"),
+    "train.precision": ("auto", "float32", "bfloat16"),
+    "train.features": ("online", "cache"),
+    "engine.name": ("auto", "torch", "deepspeed"),
+    "tracking.name": ("none", "wandb"),
+    "tracking.mode": ("online", "offline"),
+    "decoding.shape": ("chain", "tree"),
+    "cluster.name": ("local", "slurm"),
+    # lists: every entry must be one of these
+    "pipeline": ("distill", "train", "export", "evaluate"),
+    "export.formats": ("bundle",),
+    "evaluate.baselines": ("generate", "prompt_lookup"),
+}
+
+# "at least", "above", "at most", "below"; None is left alone
+RANGES: dict[str, tuple[tuple[str, float], ...]] = {
+    "seed": (("at least", 0),),
+    "recipe.prompts": (("at least", 1),),
+    "distill.max_new_tokens": (("at least", 1),),
+    "distill.max_prompt_tokens": (("at least", 1),),
+    "distill.batch_size": (("at least", 1),),
+    "distill.samples_per_prompt": (("at least", 1),),
+    "distill.flush_rows": (("at least", 1),),
+    "distill.max_reject_share": (("at least", 0), ("at most", 1)),
+    "budget.tokens": (("at least", 1),),
+    "budget.generated_tokens": (("at least", 1),),
+    "draft.layers": (("at least", 1),),
+    "draft.block": (("at least", 2),),
+    "draft.parent_rank": (("at least", 1),),
+    "draft.clean_prefix": (("at least", 0), ("at most", 1)),
+    "draft.taps": (("at least", 1),),
+    "draft.hidden_size": (("at least", 1),),
+    "draft.heads": (("at least", 1),),
+    "draft.kv_heads": (("at least", 1),),
+    "draft.head_dim": (("at least", 2),),
+    "draft.intermediate_size": (("at least", 1),),
+    "draft.mask_token_id": (("at least", 0),),
+    "objective.ce": (("at least", 0),),
+    "objective.l1": (("at least", 0),),
+    "objective.kl": (("at least", 0),),
+    "objective.gamma": (("above", 0),),
+    "objective.chunk_anchors": (("at least", 1),),
+    "train.tokens": (("at least", 1),),
+    "train.epochs": (("above", 0),),
+    "train.steps": (("at least", 1),),
+    "train.sequence_length": (("at least", 8),),
+    "train.sequences": (("at least", 1),),
+    "train.accumulation": (("at least", 1),),
+    "train.anchors": (("at least", 1),),
+    "train.learning_rate": (("above", 0),),
+    "train.min_learning_rate": (("at least", 0), ("at most", 1)),
+    "train.warmup": (("at least", 0), ("at most", 1)),
+    "train.weight_decay": (("at least", 0),),
+    "train.clip": (("above", 0),),
+    "train.eval_every": (("at least", 0),),
+    "train.eval_prompts": (("at least", 0),),
+    "train.eval_max_new_tokens": (("at least", 1),),
+    "train.save_every": (("at least", 1),),
+    "train.log_every": (("at least", 1),),
+    "train.keep": (("at least", 1),),
+    "engine.zero_stage": (("at least", 0), ("at most", 3)),
+    "decoding.max_new_tokens": (("at least", 1),),
+    "decoding.nodes": (("at least", 1),),
+    "decoding.shortlist": (("at least", 1),),
+    "decoding.depth": (("at least", 1),),
+    "decoding.seed": (("at least", 0),),
+    "evaluate.prompts": (("at least", 1),),
+    "evaluate.max_new_tokens": (("at least", 1),),
+    "evaluate.warmup": (("at least", 0),),
+    "evaluate.fp32_prompts": (("at least", 0),),
+    "evaluate.bootstrap": (("at least", 100),),
+    **{
+        f"{section}.sampling.{name}": limits
+        for section in ("distill", "decoding")
+        for name, limits in {
+            "temperature": (("at least", 0),),
+            "top_k": (("at least", 0),),
+            "top_p": (("above", 0), ("at most", 1)),
+            "min_p": (("at least", 0), ("below", 1)),
+            "repetition_penalty": (("above", 0),),
+        }.items()
+    },
+}
+
+_HOLDS = {
+    "at least": lambda value, limit: value >= limit,
+    "above": lambda value, limit: value > limit,
+    "at most": lambda value, limit: value <= limit,
+    "below": lambda value, limit: value < limit,
+}
+
+
+def setting(cfg: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError for the first setting, or combination of settings, that cannot work."""
+    for key, allowed in CHOICES.items():
+        value = setting(cfg, key)
+        for entry in value if isinstance(value, list) else [value]:
+            if entry not in allowed:
+                raise UserError(f"{key}={entry}: allowed are {', '.join(allowed)}.{near(str(entry), allowed)}")
+    for key, limits in RANGES.items():
+        value = setting(cfg, key)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={value}: a finite number is needed.")
+        if value is not None and not all(_HOLDS[word](value, limit) for word, limit in limits):
+            raise UserError(f"{key}={value}: must be {' and '.join(f'{word} {limit:g}' for word, limit in limits)}.")
+    _check_draft(cfg)
+    _check_training(cfg)
+    _check_inputs(cfg)
+
+
+def _check_draft(cfg: Config) -> None:
+    draft = cfg.draft
+    if draft.clean_prefix > 0 and draft.block < 3:
+        raise UserError(
+            f"draft.block={draft.block} with draft.clean_prefix={draft.clean_prefix}: clean-prefix training needs a "
+            "block of at least 3. Set draft.clean_prefix=0 or a larger block."
+        )
+    if draft.heads is not None and draft.kv_heads is not None and draft.heads % draft.kv_heads:
+        raise UserError(f"draft.heads={draft.heads}: must be a multiple of draft.kv_heads={draft.kv_heads}.")
+    if draft.head_dim is not None and draft.head_dim % 2:
+        raise UserError(f"draft.head_dim={draft.head_dim}: must be even (rotary positions pair the dimensions).")
+    layers = draft.target_layer_ids
+    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
+        raise UserError(
+            f"draft.target_layer_ids={layers}: distinct layers in ascending order are needed, counted from 0 "
+            "(0 = output of the first decoder layer)."
+        )
+    objective = cfg.objective
+    if objective.ce + objective.l1 + objective.kl <= 0:
+        raise UserError("objective.ce, objective.l1 and objective.kl are all 0: nothing would be trained.")
+
+
+def _check_training(cfg: Config) -> None:
+    train = cfg.train
+    if len(train.betas) != 2 or not all(0 <= beta < 1 for beta in train.betas):
+        raise UserError(f"train.betas={train.betas}: two numbers of at least 0 and below 1 are needed.")
+    if train.sequences % train.accumulation:
+        raise UserError(
+            f"train.sequences={train.sequences}: must be a multiple of train.accumulation={train.accumulation} "
+            "(sequences counts those of the whole step)."
+        )
+    if train.sequence_length < cfg.draft.block + 2:
+        raise UserError(
+            f"train.sequence_length={train.sequence_length}: too short for draft.block={cfg.draft.block}; "
+            f"at least {cfg.draft.block + 2} is needed."
+        )
+    if train.tokens is not None and train.tokens > cfg.budget.tokens:
+        raise UserError(f"train.tokens={train.tokens}: exceeds budget.tokens={cfg.budget.tokens}.")
+
+
+def _check_inputs(cfg: Config) -> None:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", cfg.target.device):
+        raise UserError(f"target.device={cfg.target.device}: allowed are auto, cpu, mps, cuda, cuda:0, cuda:1, ...")
+    shard = re.fullmatch(r"(\d+)/(\d+)", cfg.shard)
+    if not shard or int(shard[1]) >= int(shard[2]):
+        raise UserError(f"shard={cfg.shard}: write i/n with i from 0 to n-1, for example 0/4.")
+    if not cfg.run_dir.strip():
+        raise UserError("run_dir is empty: name a folder for the output.")
+    if cfg.prompt is not None and cfg.prompt_file is not None:
+        raise UserError("prompt= and prompt_file= are both given: use one of them.")
+    if not cfg.pipeline or len(set(cfg.pipeline)) != len(cfg.pipeline):
+        raise UserError(f"pipeline={cfg.pipeline}: at least one stage, and each only once.")
+    if cfg.stage == "compare" and len(cfg.reports) < 2:
+        raise UserError(f"reports={cfg.reports}: stage=compare needs two reports, reports=[a.json,b.json].")

@@ -168,11 +168,18 @@ class EvaluateConfig:
     prompts: int = 12  # per domain
     max_new_tokens: int = 128
     warmup: int = 1
+    repeats: int = 1  # how often each answer is timed; the median counts
     domains: list[str] | None = None  # None: every domain of the recipe's report split
     recipes: list[str] = field(default_factory=list)  # further suites: recipe names or YAML paths
-    baselines: list[str] = field(default_factory=list)  # generate | prompt_lookup
-    fp32_prompts: int = 4  # prompts of the fp32 identity check, over all domains
+    baselines: list[str] = field(default_factory=list)  # generate | prompt_lookup | assisted
+    assistant: str | None = None  # the small draft of the assisted baseline: hub id or folder
+    bundles: list[str] = field(default_factory=list)  # other bundles, measured in the same run
+    # the same bundle with other decoding settings, name -> overrides of decoding.*: {chain: {shape: chain, nodes: 7}}
+    variants: dict[str, Any] = field(default_factory=dict)
+    fp32_prompts: int = 4  # prompts of the fp32 identity check, over all domains; at least one of each
     bootstrap: int = 2000
+    cost_context: int = 256  # cached tokens before the forwards of the cost curve; 0 leaves the curve out
+    replay: int = 3  # prompts shown token by token in the report
 
 
 @dataclass

@@ -1,0 +1,326 @@
+"""The draft loss: cross-entropy, L1 and forward KL in one chunked pass (METHODS 3).
+
+For a slot with weight w, true token x*, target distribution q and draft distribution p::
+
+    ce = -log p[x*]        l1 = sum_v |p_v - q_v| (twice the total variation)        kl = sum_v q_v log(q_v / p_v)
+    loss = sum over slots of w * (ce_weight * ce + l1_weight * l1 + kl_weight * kl) / W
+
+Rows are taken ``chunk_rows`` at a time; each chunk makes one softmax per side, which serves all losses,
+their gradients and the metrics, and is dropped before the next chunk. With s = sign(p - q) the gradient
+by the draft's logits is closed::
+
+    dloss/dz = w / W * ( p * (ce_w + kl_w + l1_w * (s - <p, s>)) - kl_w * q - ce_w * onehot(x*) )
+
+so the forward pass computes it on the spot and the full [slots, V] tensor never exists in any
+precision. The elementwise work is done on a few rows at a time that fit the processor's cache.
+
+Shapes: B rows, T tokens, A anchors, K slots, M slots with weight > 0, d / D width of draft / target
+state, V vocabulary, r width of the trainable part of the logits (rank of the parent term).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Logits = Callable[[Tensor], Tensor]
+Fraction = tuple[Tensor, Tensor]  # numerator, denominator: summed apart over ranks and steps, then divided
+
+
+@dataclass(frozen=True)
+class LossMix:
+    """Weights of the three terms. DSpark: ce 0.1, l1 0.9; JetSpec: kl 1."""
+
+    ce: float = 0.1
+    l1: float = 0.9
+    kl: float = 0.0
+
+    @property
+    def needs_target(self) -> bool:
+        return self.l1 != 0.0 or self.kl != 0.0
+
+
+@dataclass(frozen=True)
+class SlotOutcomes:
+    """What the pass saw at every weighted slot (no gradient): material for metrics and verifier labels.
+
+    ``index_M`` is the flat index into [B, A, K]. ``target_argmax_M``, ``label_probability_M`` (the
+    target's probability of x*) and ``l1_M`` exist only if the mix looks at the target.
+    """
+
+    index_M: Tensor
+    draft_argmax_M: Tensor
+    ce_M: Tensor
+    target_argmax_M: Tensor | None
+    label_probability_M: Tensor | None
+    l1_M: Tensor | None
+    kl_M: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """``loss`` is already divided by W: its sum over micro-steps and ranks is the global loss."""
+
+    loss: Tensor
+    metrics: dict[str, Fraction]
+    slots: SlotOutcomes
+
+
+@dataclass
+class _Plan:
+    """The inputs of the chunked pass that take no gradient."""
+
+    labels_M: Tensor
+    weights_M: Tensor
+    target_state_MD: Tensor | None
+    frozen_logits: Logits | None
+    target_logits: Logits | None
+    mix: LossMix
+    total_weight: float
+    chunk_rows: int
+    outcomes: dict[str, Tensor]
+
+
+def _cache_rows(vocabulary: int, device: torch.device, limit: int) -> int:
+    """Rows whose fp32 softmaxes stay in a CPU core's cache together; on a GPU the whole chunk."""
+    if device.type != "cpu":
+        return limit
+    return max(1, min(limit, 400_000 // vocabulary))
+
+
+def _rows_pass(
+    z_mV: Tensor, t_mV: Tensor | None, labels_m: Tensor, weights_m: Tensor, mix: LossMix, out: dict[str, Tensor]
+) -> Tensor:
+    """One cache-sized piece: fills ``out`` with per-row results, returns w * W * dloss/dz [m, V] in fp32."""
+    p = torch.softmax(z_mV, dim=-1)
+    top, draft_argmax = p.max(dim=-1)
+    label_column = labels_m.unsqueeze(-1)
+    # log p[x*] without a second exponential and without underflow: log-sum-exp = z_max - log p_max
+    z_label = z_mV.gather(-1, label_column) - z_mV.gather(-1, draft_argmax.unsqueeze(-1))
+    out["draft_argmax"].copy_(draft_argmax)
+    out["ce"].copy_(-(z_label.squeeze(-1) + top.log()))
+    if t_mV is None:
+        gradient = p.mul_(mix.ce)
+    else:
+        q = torch.softmax(t_mV, dim=-1)
+        target_top, target_argmax = q.max(dim=-1)
+        out["target_argmax"].copy_(target_argmax)
+        out["label_probability"].copy_(q.gather(-1, label_column).squeeze(-1))
+        if mix.kl:
+            log_ratio = t_mV - z_mV
+            log_ratio -= t_mV.gather(-1, target_argmax.unsqueeze(-1)) - target_top.log().unsqueeze(-1)
+            log_ratio += z_mV.gather(-1, draft_argmax.unsqueeze(-1)) - top.log().unsqueeze(-1)
+            out["kl"].copy_(log_ratio.mul_(q).sum(-1))
+        difference = p - q
+        out["l1"].copy_(torch.linalg.vector_norm(difference, ord=1, dim=-1))
+        gradient = difference.sign_()
+        mean_sign = torch.linalg.vecdot(p, gradient).unsqueeze(-1)
+        gradient.mul_(mix.l1).add_(mix.ce + mix.kl - mix.l1 * mean_sign).mul_(p)
+        if mix.kl:
+            gradient.sub_(q, alpha=mix.kl)
+    gradient.scatter_add_(-1, label_column, torch.full_like(gradient[:, :1], -mix.ce))
+    return gradient.mul_(weights_m.unsqueeze(-1))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """sum of w * loss / W over M slots; gradients for hidden, state and head are made in the forward pass."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden_Md: Tensor | None, state_Mr: Tensor | None, head_Vr: Tensor | None, plan: _Plan
+    ) -> Tensor:
+        wants_hidden, wants_state, wants_head, _ = ctx.needs_input_grad
+        rows = plan.labels_M.shape[0]
+        grad_hidden = torch.zeros_like(hidden_Md) if wants_hidden and hidden_Md is not None else None
+        grad_state = torch.zeros_like(state_Mr) if wants_state and state_Mr is not None else None
+        grad_head = torch.zeros_like(head_Vr) if wants_head and head_Vr is not None else None
+        low = head_Vr.to(_work_dtype(head_Vr)) if head_Vr is not None else None
+
+        for start in range(0, rows, plan.chunk_rows):
+            piece = slice(start, min(start + plan.chunk_rows, rows))
+            frozen, leaf = None, None
+            if plan.frozen_logits is not None and hidden_Md is not None:
+                leaf = hidden_Md[piece].detach().requires_grad_(grad_hidden is not None)
+                with torch.enable_grad():
+                    frozen = plan.frozen_logits(leaf)
+            trained = None
+            if low is not None and state_Mr is not None:
+                trained = state_Mr[piece].to(low.dtype) @ low.t()
+            targets = None
+            if plan.target_logits is not None and plan.target_state_MD is not None:
+                targets = plan.target_logits(plan.target_state_MD[piece])
+
+            grad_z = _chunk_gradient(frozen, trained, targets, piece, plan)
+            if grad_hidden is not None and frozen is not None and leaf is not None:
+                (part,) = torch.autograd.grad(frozen, leaf, grad_z.to(frozen.dtype))
+                grad_hidden[piece] = part
+            if low is not None and state_Mr is not None:
+                grad_low = grad_z.to(low.dtype)
+                if grad_state is not None:
+                    grad_state[piece] = (grad_low @ low).to(grad_state.dtype)
+                if grad_head is not None:
+                    grad_head += grad_low.t() @ state_Mr[piece].to(low.dtype)
+
+        for gradient in (grad_hidden, grad_state, grad_head):
+            if gradient is not None:
+                gradient.div_(plan.total_weight)
+        ctx.gradients = (grad_hidden, grad_state, grad_head)
+        out, mix = plan.outcomes, plan.mix
+        each = mix.ce * out["ce"]
+        if mix.l1:
+            each = each + mix.l1 * out["l1"]
+        if mix.kl:
+            each = each + mix.kl * out["kl"]
+        return (each.double() * plan.weights_M).sum().div(plan.total_weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        scaled = tuple(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.gradients)
+        return (*scaled, None)
+
+
+def _work_dtype(tensor: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on, else the tensor's own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def _chunk_gradient(
+    frozen: Tensor | None, trained: Tensor | None, targets: Tensor | None, piece: slice, plan: _Plan
+) -> Tensor:
+    """w * W * dloss/dz of one chunk, in the dtype of its logits; per-row results go to ``plan.outcomes``."""
+    logits = frozen.detach() if frozen is not None else trained
+    assert logits is not None, "the draft needs frozen or trainable logits"
+    count, vocabulary = logits.shape
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    gradient = torch.empty_like(logits)
+    step = _cache_rows(vocabulary, logits.device, count)
+    for begin in range(0, count, step):
+        near = slice(begin, min(begin + step, count))
+        far = slice(piece.start + near.start, piece.start + near.stop)
+        z = logits[near].to(wide)
+        if frozen is not None and trained is not None:
+            z = z + trained[near]
+        gradient[near] = _rows_pass(
+            z,
+            None if targets is None else targets[near].to(wide),
+            plan.labels_M[far],
+            plan.weights_M[far].to(wide),
+            plan.mix,
+            {name: values[far] for name, values in plan.outcomes.items()},
+        )
+    return gradient
+
+
+def draft_loss(
+    hidden_BAKd: Tensor,
+    *,
+    labels_BAK: Tensor,
+    weights_BAK: Tensor,
+    clean_BA: Tensor | None,
+    target_hidden_BTD: Tensor,
+    sources_BAK: Tensor,
+    draft_logits: Logits | None,
+    target_logits: Logits,
+    total_weight: float,
+    ce: float = 0.1,
+    l1: float = 0.9,
+    kl: float = 0.0,
+    parent_state_BAKr: Tensor | None = None,
+    parent_weight_Vr: Tensor | None = None,
+    chunk_rows: int = 256,
+) -> DraftLoss:
+    """Loss and metrics of the blocks of one micro-step.
+
+    ``weights_BAK``: from ``objectives.weights.slot_weights``; slots of weight 0 cost nothing.
+    ``sources_BAK``: index q-1 into ``target_hidden_BTD`` (post-final-norm states) for the label at q.
+    ``draft_logits`` / ``target_logits``: [M, width] -> [M, V], frozen; normally both the target's
+    ``logits``. The parent term ``parent_state @ parent_weight.T`` is added to the draft's, after any
+    soft-cap. ``total_weight``: W of the whole global batch (``objectives.weights.total_weight``).
+    ``clean_BA``: blocks with a clean prefix train but are left out of the acceptance metrics.
+
+    Both sides' states are cast to the dtype of ``target_hidden_BTD`` before their logits.
+    Source: METHODS 3; the position weights and mixtures of DSpark and DFlash.
+    """
+    mix = LossMix(ce, l1, kl)
+    B, A, K = labels_BAK.shape
+    index_M = (weights_BAK.reshape(-1) > 0).nonzero().squeeze(-1)
+    hidden_Md = hidden_BAKd.flatten(0, 2)[index_M].to(target_hidden_BTD.dtype)
+    state_Mr = None if parent_state_BAKr is None else parent_state_BAKr.flatten(0, 2)[index_M]
+    target_state_MD = None
+    if mix.needs_target:
+        row_M = index_M // (A * K)
+        target_state_MD = target_hidden_BTD.detach()[row_M, sources_BAK.reshape(-1)[index_M]]
+    weights_M = weights_BAK.reshape(-1)[index_M]
+    labels_M = labels_BAK.reshape(-1)[index_M]
+
+    wide = torch.float64 if hidden_Md.dtype == torch.float64 else torch.float32
+    outcomes = {"ce": hidden_Md.new_zeros(len(index_M), dtype=wide), "draft_argmax": torch.zeros_like(labels_M)}
+    if mix.needs_target:
+        outcomes["target_argmax"] = torch.zeros_like(labels_M)
+        outcomes["label_probability"] = torch.zeros_like(outcomes["ce"])
+        outcomes["l1"] = torch.zeros_like(outcomes["ce"])
+    if mix.kl:
+        outcomes["kl"] = torch.zeros_like(outcomes["ce"])
+    plan = _Plan(
+        labels_M=labels_M,
+        weights_M=weights_M,
+        target_state_MD=target_state_MD,
+        frozen_logits=draft_logits,
+        target_logits=target_logits if mix.needs_target else None,
+        mix=mix,
+        total_weight=total_weight,
+        chunk_rows=max(1, chunk_rows),
+        outcomes=outcomes,
+    )
+    loss = _ChunkedLoss.apply(hidden_Md, state_Mr, parent_weight_Vr, plan)
+    slots = SlotOutcomes(
+        index_M=index_M,
+        draft_argmax_M=outcomes["draft_argmax"],
+        ce_M=outcomes["ce"],
+        target_argmax_M=outcomes.get("target_argmax"),
+        label_probability_M=outcomes.get("label_probability"),
+        l1_M=outcomes.get("l1"),
+        kl_M=outcomes.get("kl"),
+    )
+    metrics = slot_metrics(slots, labels_BAK, weights_BAK, clean_BA)
+    metrics["loss"] = (loss.detach().double() * total_weight, weights_M.double().sum())
+    return DraftLoss(loss, metrics, slots)
+
+
+def slot_metrics(
+    slots: SlotOutcomes, labels_BAK: Tensor, weights_BAK: Tensor, clean_BA: Tensor | None
+) -> dict[str, Fraction]:
+    """Metrics as (numerator, denominator).
+
+    ``ce``, ``l1``, ``kl``: weighted means. ``accuracy_at``: [K], share of valid slots k whose draft
+    argmax is the true token. ``acceptance_length``: 1 + the mean length of the greedy chain, i.e. of
+    the run of leading slots where the draft's argmax is the target's (the true token's, if the mix
+    does not look at the target). A slot without label ends the chain. Ordinary blocks only.
+    """
+    weights_M = weights_BAK.reshape(-1)[slots.index_M].double()
+    metrics: dict[str, Fraction] = {}
+    for name, values in (("ce", slots.ce_M), ("l1", slots.l1_M), ("kl", slots.kl_M)):
+        if values is not None:
+            metrics[name] = ((values.double() * weights_M).sum(), weights_M.sum())
+
+    valid_BAK = weights_BAK > 0
+    if clean_BA is not None:
+        valid_BAK = valid_BAK & (clean_BA == 0).unsqueeze(-1)
+    labels_M = labels_BAK.reshape(-1)[slots.index_M]
+    reference_M = labels_M if slots.target_argmax_M is None else slots.target_argmax_M
+    correct_BAK, matched_BAK = torch.zeros_like(valid_BAK), torch.zeros_like(valid_BAK)
+    correct_BAK.view(-1)[slots.index_M] = slots.draft_argmax_M == labels_M
+    matched_BAK.view(-1)[slots.index_M] = slots.draft_argmax_M == reference_M
+    metrics["accuracy_at"] = ((correct_BAK & valid_BAK).double().sum((0, 1)), valid_BAK.double().sum((0, 1)))
+
+    before_first_BAK = valid_BAK.cumsum(-1) == 0  # slot 0 of the in-place layout
+    chain_BAK = (matched_BAK | before_first_BAK).cumprod(-1).bool() & valid_BAK
+    blocks = valid_BAK.any(-1).double().sum()
+    metrics["acceptance_length"] = (chain_BAK.double().sum() + blocks, blocks)
+    metrics["valid_slots"] = (valid_BAK.double().sum(), blocks)
+    return metrics

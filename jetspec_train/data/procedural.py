@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jetspec_train.data.lexicon import LEXICON
@@ -51,9 +51,7 @@ def draw_prompt(seed: int, index: int, domains: Sequence[str] | None = None) -> 
     generator = random.Random(f"jetspec:{seed}:{index}")
     name, turns = generator.choice(TEMPLATES[domain])
     words: dict[tuple[str, str], str] = {}
-    filled = tuple(
-        _tidy(" ".join(_fill(generator.choice(part), generator, words) for part in parts)) for parts in turns
-    )
+    filled = tuple(_join(_fill(generator.choice(part), generator, words) for part in parts) for parts in turns)
     return Drawn(domain, f"{domain}/{name}", filled)
 
 
@@ -69,8 +67,8 @@ def report_templates(share: float) -> frozenset[str]:
 def _fill(text: str, generator: random.Random, words: dict[tuple[str, str], str]) -> str:
     """Fill the slots of ``text``; the same slot keeps its word through the whole prompt.
 
-    ``{thing}`` and ``{thing2}`` differ. Forms: ``.s`` plural, ``.a`` with article, ``.c`` capital first, ``.k`` a class name,
-    ``.u`` joined by underscores, ``.l`` as typed in a hurry.
+    ``{thing}`` and ``{thing2}`` differ. Forms: ``.s`` plural, ``.a`` with article, ``.c`` capital first, ``.k`` a
+    class name, ``.u`` joined by underscores, ``.l`` as typed in a hurry.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -118,5 +116,9 @@ def _form(word: str, form: str | None) -> str:
     return word
 
 
-def _tidy(text: str) -> str:
-    return re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", text)).strip()
+def _join(parts: Iterable[str]) -> str:
+    """Parts with a blank between them, unless the next one begins on a line of its own."""
+    text = ""
+    for part in parts:
+        text += f" {part}" if text and part and not part.startswith("\n") else part
+    return text.strip()

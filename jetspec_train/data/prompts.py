@@ -310,7 +310,7 @@ def _user_turns(value: Any) -> tuple[str, list[str]]:
         if not isinstance(message, dict):
             raise BadRow("not_text", f"message {index} is {type(message).__name__}")
         role = message.get("role", message.get("from"))
-        role = _ROLE_NAMES.get(role, role)
+        role = _ROLE_NAMES.get(str(role), role)
         content = message.get("content", message.get("value"))
         if role is None:
             raise BadRow("no_role", f"message {index} has neither 'role' nor 'from'")

@@ -70,7 +70,7 @@ def _complete(source: Source, row: dict[str, Any]) -> Any:
     return row
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes | None]:
     """Lines of a file; None for one beyond LONGEST_LINE."""
     while line := file.readline(LONGEST_LINE):
         if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
@@ -137,8 +137,8 @@ def _hub_rows(source: Source) -> Iterator[Any]:
     except Exception as error:  # the hub client raises a dozen unrelated types
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"Source {source.name!r}: the dataset {source.path} ({source.config or 'default'}, {source.split}, revision "
-            f"{source.revision}) cannot be loaded: {type(error).__name__}: {reason}. With a copy on this machine: "
+            f"Source {source.name!r}: the dataset {source.path} ({source.config or 'default'}, {source.split}, "
+            f"revision {source.revision}) cannot be loaded: {type(error).__name__}: {reason}. With a local copy: "
             f"recipe.overrides.{source.name}.path=FILE.jsonl or FILE.parquet."
         ) from error
     require_columns(source, loaded.column_names)

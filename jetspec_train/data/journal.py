@@ -1,0 +1,221 @@
+"""A shard's answers on their way to disk: small Parquet parts first, one sorted file at the end.
+
+Every part is whole or absent and holds whole conversations, so after a kill at any instant the answers on
+disk are a set of finished conversations; what is missing is generated again. The compacted file names
+the parts that it contains, so a kill between writing it and deleting them leaves nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from jetspec_train.artifacts.errors import UserError
+from jetspec_train.data.samples import (
+    FORMAT,
+    PUBLIC_SCHEMA,
+    ROW_GROUP,
+    SCHEMA,
+    Sample,
+    read_table,
+    sample_table,
+    write_table,
+)
+
+log = logging.getLogger(__name__)
+
+_CONTAINS = b"jetspec.contains_parts"
+_INDEX = ["id", "order", "answer_tokens", "finish_reason", "reject_reason", "domain"]
+
+
+@dataclass
+class Tally:
+    """What a set of journal rows adds up to."""
+
+    kept_rows: int = 0
+    kept_tokens: int = 0
+    generated_tokens: int = 0
+    truncated_rows: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    tokens_by_domain: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.kept_rows + sum(self.rejected.values())
+
+    def add(self, *, tokens: int, finish_reason: str, reject_reason: str | None, domain: str) -> None:
+        self.generated_tokens += tokens
+        if reject_reason is not None:
+            self.rejected[reject_reason] = self.rejected.get(reject_reason, 0) + 1
+            return
+        self.kept_rows += 1
+        self.kept_tokens += tokens
+        self.truncated_rows += finish_reason == "length"
+        self.tokens_by_domain[domain] = self.tokens_by_domain.get(domain, 0) + tokens
+
+
+class Journal:
+    """The answers of one shard of one run directory."""
+
+    def __init__(self, distill_dir: Path, shard: int) -> None:
+        self.parts_dir = distill_dir / "parts" / f"shard-{shard:05d}"
+        self.final = distill_dir / f"samples-{shard:05d}.parquet"
+        self.dropped = self.parts_dir / "dropped.parquet"  # compacted rows that were not kept
+        self.done: set[str] = set()
+        self.tally = Tally()
+        self._open()
+
+    def _open(self) -> None:
+        """Learn what is on disk: remove parts that were compacted already, set damaged ones aside."""
+        contained = _contained_parts(self.final)
+        for part in self.parts():
+            if part.name in contained:
+                part.unlink()
+        self._next = 1 + max((int(name[5:-8]) for name in [*contained, *(p.name for p in self.parts())]), default=-1)
+        for path in self._files():
+            try:
+                table = pq.read_table(path, columns=_index_columns(path))
+            except (pa.ArrowInvalid, OSError) as error:
+                if path == self.final:
+                    raise UserError(
+                        f"The sample file {path} is damaged ({error}). Delete it to make it again."
+                    ) from error
+                quarantine = path.with_suffix(".damaged")
+                path.rename(quarantine)
+                log.warning(
+                    "%s is damaged (%s): set aside as %s, its rows are made again.", path, error, quarantine.name
+                )
+                continue
+            self._learn(table, path)
+
+    def _learn(self, table: pa.Table, path: Path) -> None:
+        ids = table["id"].to_pylist()
+        twice = self.done.intersection(ids)
+        if twice or len(set(ids)) != len(ids):
+            raise UserError(f"{path} holds the sample {next(iter(twice), ids[0])} a second time. Delete {path}.")
+        self.done.update(ids)
+        lengths = pc.list_value_length(table["answer_tokens"]).to_pylist()
+        reasons = table["reject_reason"].to_pylist() if "reject_reason" in table.column_names else [None] * len(ids)
+        for tokens, finish, reason, domain in zip(
+            lengths, table["finish_reason"].to_pylist(), reasons, table["domain"].to_pylist()
+        ):
+            self.tally.add(tokens=tokens, finish_reason=finish, reject_reason=reason, domain=domain)
+
+    def parts(self) -> list[Path]:
+        return sorted(self.parts_dir.glob("part-*.parquet"))
+
+    def _files(self) -> list[Path]:
+        return [path for path in (self.final, self.dropped) if path.exists()] + self.parts()
+
+    def append(self, samples: list[Sample]) -> None:
+        """Write whole conversations as one part. After this returns they survive anything."""
+        if not samples:
+            return
+        self.parts_dir.mkdir(parents=True, exist_ok=True)
+        write_table(self.parts_dir / f"part-{self._next:08d}.parquet", [sample_table(samples)], SCHEMA)
+        self._next += 1
+        for sample in samples:
+            self.done.add(sample.id)
+            self.tally.add(
+                tokens=len(sample.answer_tokens),
+                finish_reason=sample.finish_reason,
+                reject_reason=sample.reject_reason,
+                domain=sample.domain,
+            )
+
+    def compact(self) -> None:
+        """Merge all parts into one file in the order of generation; memory is a few row groups.
+
+        Rejected rows go to a file of their own first. The final file is replaced last and atomically.
+        """
+        parts = self.parts()
+        if not parts and self.final.exists():
+            return
+        names = sorted(_contained_parts(self.final) | {part.name for part in parts})
+        files = self._files()
+        dropped = [table for path in files if path != self.final for table in [_rejected_rows(path)] if table.num_rows]
+        if dropped:
+            self.parts_dir.mkdir(parents=True, exist_ok=True)
+            write_table(self.dropped.with_name("dropped.new.parquet"), dropped, SCHEMA)
+        kept = [path for path in files if path != self.dropped]
+        metadata = {b"jetspec.format": FORMAT.encode(), _CONTAINS: json.dumps(names).encode()}
+        write_table(self.final, _sorted_groups(kept), PUBLIC_SCHEMA.with_metadata(metadata))
+        if dropped:
+            self.dropped.with_name("dropped.new.parquet").replace(self.dropped)
+        for part in parts:
+            part.unlink()
+
+    def rejected_samples(self) -> Iterator[dict[str, object]]:
+        """Rows that were generated but not kept (id, source, row, reason)."""
+        for path in self._files():
+            if path != self.final:
+                table = _rejected_rows(path).select(["id", "source", "row", "turn", "reject_reason"])
+                yield from table.to_pylist()
+
+
+def _index_columns(path: Path) -> list[str]:
+    present = set(pq.read_schema(path).names)
+    return [name for name in _INDEX if name in present]
+
+
+def _contained_parts(final: Path) -> set[str]:
+    if not final.exists():
+        return set()
+    try:
+        metadata = pq.read_schema(final).metadata or {}
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"The sample file {final} is damaged ({error}). Delete it to make it again.") from error
+    return set(json.loads(metadata.get(_CONTAINS, b"[]")))
+
+
+def _rejected_rows(path: Path) -> pa.Table:
+    table = read_table(path)
+    return table.filter(pc.is_valid(table["reject_reason"]))
+
+
+def _sorted_groups(files: list[Path]) -> Iterator[pa.Table]:
+    """Kept rows of all files in the order of generation, a row group at a time.
+
+    Only (order, file, row) of every row is held in memory. Orders are nearly sorted already, so a few
+    recently used files serve each group.
+    """
+    orders, homes, rows = [], [], []
+    for number, path in enumerate(files):
+        table = pq.read_table(path, columns=_index_columns(path))
+        keep = np.ones(table.num_rows, dtype=bool)
+        if "reject_reason" in table.column_names:
+            keep = ~pc.is_valid(table["reject_reason"]).to_numpy()
+        orders.append(table["order"].to_numpy()[keep])
+        homes.append(np.full(int(keep.sum()), number))
+        rows.append(np.flatnonzero(keep))
+    if not orders:
+        return
+    order, home, row = np.concatenate(orders), np.concatenate(homes), np.concatenate(rows)
+    sorting = np.argsort(order, kind="stable")
+    cache: dict[int, pa.Table] = {}
+    for begin in range(0, len(sorting), ROW_GROUP):
+        chunk = sorting[begin : begin + ROW_GROUP]
+        pieces, places = [], []
+        for number in np.unique(home[chunk]):
+            inside = np.flatnonzero(home[chunk] == number)
+            if number not in cache:
+                cache[number] = read_table(files[number]).select(PUBLIC_SCHEMA.names).cast(_plain(PUBLIC_SCHEMA))
+            pieces.append(cache[number].take(pa.array(row[chunk][inside])))
+            places.append(inside)
+        for number in list(cache)[:-8]:
+            if number not in home[chunk]:
+                del cache[number]
+        yield pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places), kind="stable")))
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Labels as plain text while rows move between files: dictionaries of different files do not mix."""
+    return pa.schema([(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema])

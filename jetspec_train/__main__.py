@@ -6,6 +6,7 @@ line and an exit code:
     0    done (or nothing left to do)
     1    a defect of this project: a traceback is shown
     2    something the user can put right: one line says what
+    85   a scheduler asked to stop; everything is saved, start the same command again
     130  interrupted with Ctrl-C; the same command continues the work
 """
 

@@ -93,6 +93,9 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "evaluate.warmup": (("at least", 0),),
     "evaluate.fp32_prompts": (("at least", 0),),
     "evaluate.bootstrap": (("at least", 100),),
+    "evaluate.repeats": (("at least", 1),),
+    "evaluate.replay": (("at least", 0),),
+    "evaluate.cost_context": (("at least", 0),),
     **{
         f"{section}.sampling.{name}": limits
         for section in ("distill", "decoding")

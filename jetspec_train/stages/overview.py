@@ -38,8 +38,8 @@ examples
 A value of a text key (prompt, run_dir, bundle, target.name ...) needs no quotes but the shell's own. Lists are
 written [a,b], "no value" is null. One command is one run: multirun (-m) is not supported.
 
-exit codes: 0 done, 1 a defect of this project, 2 something you can put right (one line says what),
-130 interrupted with Ctrl-C (the same command continues)
+exit codes: 0 done, 1 a defect of this project, 2 something you can put right (one line says what), 85 a scheduler
+asked to stop and everything is saved, 130 interrupted with Ctrl-C; after 85 and 130 the same command continues
 """
 
 

@@ -70,7 +70,7 @@ def _decoder_layers(decoder: torch.nn.Module, count: int) -> list[torch.nn.Modul
 
 
 @torch.no_grad()
-def inspect_model(model: torch.nn.Module, name: str) -> Facts:
+def inspect_model(model: Any, name: str) -> Facts:
     """Run ``model`` (attention set to ours) on three tokens and collect the facts.
 
     Raises:
@@ -98,7 +98,8 @@ def inspect_model(model: torch.nn.Module, name: str) -> Facts:
 
     table = model.get_input_embeddings()
     tokens_BN = torch.tensor([[1, 2, 3]], device=table.weight.device) % table.weight.shape[0]
-    argument, cache = cache_argument(decoder), DynamicCache()
+    argument = cache_argument(decoder)
+    cache: Any = DynamicCache()
     hook = layers[0].register_forward_pre_hook(note_first_input, with_kwargs=True)
     hidden: list[torch.Tensor] = []
     hook_hidden = decoder.register_forward_hook(lambda module, args, output: hidden.append(output[0]))

@@ -60,7 +60,7 @@ def load_target(cfg: TargetConfig, *, dtype: str | None = None) -> Target:
     chosen = pick_dtype(cfg, device) if dtype is None else _checked_dtype(dtype)
     attention.register()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             revision=source.revision,
             dtype=getattr(torch, chosen),
@@ -236,7 +236,7 @@ def _chat(cfg: TargetConfig, source: Source, config: Any) -> ChatTokenizer:
         raise _unreadable(source, error) from error
     ends = _as_list(getattr(text_config(config), "eos_token_id", None))
     try:
-        generation = GenerationConfig.from_pretrained(source.location, revision=source.revision)
+        generation = GenerationConfig.from_pretrained(source.location, revision=source.revision or "main")
         ends += _as_list(generation.eos_token_id)
     except OSError:
         pass  # Many folders have no generation_config.json; the ids above then have to do.
@@ -300,8 +300,8 @@ def _unreadable(source: Source, error: BaseException) -> UserError:
         return UserError(f"target {source.name!r} cannot be read from {source.location}: {_first_line(error)}")
     if "trust_remote_code" in str(error):
         return UserError(
-            f"target {source.name!r} needs code of its own from the hub, which this project never runs. Choose a target "
-            "whose architecture is part of transformers."
+            f"target {source.name!r} needs code of its own from the hub, which this project never runs. Choose a "
+            "target whose architecture is part of transformers."
         )
     return UserError(
         f"target {source.name!r} is no local folder, and the model hub did not give it: {_first_line(error)} "

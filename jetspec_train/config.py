@@ -37,7 +37,8 @@ class RecipeConfig:
 
     name: str = "procedural"
     path: str | None = None
-    prompts: int | None = None  # at most so many prompts in all
+    # at most so many prompts of the train split; what is measured does not change with it
+    prompts: int | None = None
     overrides: dict[str, Any] = field(default_factory=dict)  # e.g. a source's local path
 
 
@@ -59,9 +60,11 @@ class DistillConfig:
     batch_size: int = 32
     samples_per_prompt: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    flush_rows: int = 64
-    keep_truncated: bool = True
-    max_reject_share: float = 0.05
+    splits: list[str] = field(default_factory=lambda: ["train"])  # which prompts are answered
+    seed: int = 0  # of the sampled tokens; a greedy run does not depend on it
+    flush_rows: int = 64  # answers per write to disk: the most that a kill loses (or a minute's worth)
+    keep_truncated: bool = True  # an answer cut at max_new_tokens is a valid prefix; it gets no forged end
+    max_reject_share: float = 0.05  # of bad rows; above it the stage fails
 
 
 @dataclass
@@ -149,7 +152,7 @@ class DecodingConfig:
     drafting: bool = True
     shape: str = "tree"  # chain | tree
     nodes: int = 12  # drafted nodes sent to the target per round (anchor not counted)
-    shortlist: int = 16  # candidates per depth
+    shortlist: int = 256  # candidates per depth (at least `nodes` are taken)
     depth: int | None = None  # at most so many slots; None: the draft's block
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0

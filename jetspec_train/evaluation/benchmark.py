@@ -10,9 +10,10 @@ besides the contender's own work: one clock read per burst of tokens (below a mi
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -187,6 +188,18 @@ def rotate(contenders: Sequence[Contender], by: int) -> list[Contender]:
     return [*contenders[by:], *contenders[:by]]
 
 
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Take what exists out of the garbage collector's sight: a full collection over all imported modules takes
+    a large part of a second, and could fall into anyone's timed region."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def run_benchmark(
     prompts: Sequence[SuitePrompt],
     contenders: Sequence[Contender],
@@ -198,17 +211,18 @@ def run_benchmark(
     progress: Callable[[PromptRecord], None] | None = None,
 ) -> list[PromptRecord]:
     """Every contender on every prompt; returns one record per prompt, in order."""
-    for index in range(min(warmup, len(prompts))):
-        for contender in contenders:
-            timed(contender, prompts[index], min(WARMUP_TOKENS, max_new_tokens), None)
-    records = []
-    for index, prompt in enumerate(prompts):
-        runs: dict[str, list[Measurement]] = {contender.name: [] for contender in contenders}
-        for repeat in range(max(1, repeats)):
-            for contender in rotate(contenders, index + repeat):
-                runs[contender.name].append(timed(contender, prompt, max_new_tokens, meter))
-        record = PromptRecord(prompt, {name: middle_run(several) for name, several in runs.items()})
-        records.append(record)
-        if progress is not None:
-            progress(record)
+    with quiet_collector():
+        for index in range(min(warmup, len(prompts))):
+            for contender in contenders:
+                timed(contender, prompts[index], min(WARMUP_TOKENS, max_new_tokens), None)
+        records = []
+        for index, prompt in enumerate(prompts):
+            runs: dict[str, list[Measurement]] = {contender.name: [] for contender in contenders}
+            for repeat in range(max(1, repeats)):
+                for contender in rotate(contenders, index + repeat):
+                    runs[contender.name].append(timed(contender, prompt, max_new_tokens, meter))
+            record = PromptRecord(prompt, {name: middle_run(several) for name, several in runs.items()})
+            records.append(record)
+            if progress is not None:
+                progress(record)
     return records

@@ -52,6 +52,12 @@ def read_foreign(
     if reader is None:
         named = f"speculators_model_type={kind!r}" if kind is not None else f"architectures={architectures}"
         raise UserError(f"{where} has {named}, which is not a draft form read here. Readable: {READABLE}.")
+    layers = config.get("num_target_layers")
+    if target is not None and isinstance(layers, int) and layers != target.num_layers:
+        raise UserError(
+            f"{where} was made for a target of {layers} layers, but {target.name} has {target.num_layers}. "
+            "Load it with the target it was trained for."
+        )
     draft = reader(config, read_tensors(path), target, options, where)
     draft.path = path
     return draft

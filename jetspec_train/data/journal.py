@@ -33,6 +33,7 @@ from jetspec_train.data.samples import (
 log = logging.getLogger(__name__)
 
 _CONTAINS = b"jetspec.contains_parts"
+_FRESH_DROPPED = "dropped.new.parquet"
 _INDEX = ["id", "order", "answer_tokens", "finish_reason", "reject_reason", "domain"]
 
 
@@ -74,27 +75,32 @@ class Journal:
         self._open()
 
     def _open(self) -> None:
-        """Learn what is on disk: remove parts that were compacted already, set damaged ones aside."""
+        """Learn what is on disk: finish an interrupted compaction, set damaged files aside."""
+        for path in self._files():
+            self._set_aside_if_damaged(path)
         contained = _contained_parts(self.final)
+        fresh = self.dropped.with_name(_FRESH_DROPPED)
+        if fresh.exists():
+            if contained and _contained_parts(fresh) == contained:
+                fresh.replace(self.dropped)
+            else:
+                fresh.unlink()
         for part in self.parts():
             if part.name in contained:
                 part.unlink()
         self._next = 1 + max((int(name[5:-8]) for name in [*contained, *(p.name for p in self.parts())]), default=-1)
         for path in self._files():
-            try:
-                table = pq.read_table(path, columns=_index_columns(path))
-            except (pa.ArrowInvalid, OSError) as error:
-                if path == self.final:
-                    raise UserError(
-                        f"The sample file {path} is damaged ({error}). Delete it to make it again."
-                    ) from error
-                quarantine = path.with_suffix(".damaged")
-                path.rename(quarantine)
-                log.warning(
-                    "%s is damaged (%s): set aside as %s, its rows are made again.", path, error, quarantine.name
-                )
-                continue
-            self._learn(table, path)
+            self._learn(pq.read_table(path, columns=_index_columns(path)), path)
+
+    def _set_aside_if_damaged(self, path: Path) -> None:
+        try:
+            pq.read_table(path, columns=_index_columns(path))
+        except (pa.ArrowInvalid, OSError, KeyError) as error:
+            quarantine = path.with_name(path.name + ".damaged")
+            path.replace(quarantine)
+            log.warning(
+                "%s is damaged (%s): set aside as %s, its samples are made again.", path, error, quarantine.name
+            )
 
     def _learn(self, table: pa.Table, path: Path) -> None:
         ids = table["id"].to_pylist()
@@ -142,14 +148,15 @@ class Journal:
         names = sorted(_contained_parts(self.final) | {part.name for part in parts})
         files = self._files()
         dropped = [table for path in files if path != self.final for table in [_rejected_rows(path)] if table.num_rows]
+        metadata = {b"jetspec.format": FORMAT.encode(), _CONTAINS: json.dumps(names).encode()}
+        fresh = self.dropped.with_name(_FRESH_DROPPED)
         if dropped:
             self.parts_dir.mkdir(parents=True, exist_ok=True)
-            write_table(self.dropped.with_name("dropped.new.parquet"), dropped, SCHEMA)
+            write_table(fresh, dropped, SCHEMA.with_metadata(metadata))
         kept = [path for path in files if path != self.dropped]
-        metadata = {b"jetspec.format": FORMAT.encode(), _CONTAINS: json.dumps(names).encode()}
         write_table(self.final, _sorted_groups(kept), PUBLIC_SCHEMA.with_metadata(metadata))
         if dropped:
-            self.dropped.with_name("dropped.new.parquet").replace(self.dropped)
+            fresh.replace(self.dropped)
         for part in parts:
             part.unlink()
 
@@ -166,13 +173,11 @@ def _index_columns(path: Path) -> list[str]:
     return [name for name in _INDEX if name in present]
 
 
-def _contained_parts(final: Path) -> set[str]:
-    if not final.exists():
+def _contained_parts(path: Path) -> set[str]:
+    """Names of the parts that were merged into this file."""
+    if not path.exists():
         return set()
-    try:
-        metadata = pq.read_schema(final).metadata or {}
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"The sample file {final} is damaged ({error}). Delete it to make it again.") from error
+    metadata = pq.read_schema(path).metadata or {}
     return set(json.loads(metadata.get(_CONTAINS, b"[]")))
 
 

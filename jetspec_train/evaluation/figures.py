@@ -45,7 +45,6 @@ def _draw(paint: Callable[[Any, Any], None], *, height: float = 3.4, ink: str) -
         warnings.simplefilter("ignore")  # a missing glyph in a domain's name is no reason to stop
         figure = Figure(figsize=(6.6, height), layout="constrained")
         paint(figure.add_subplot(), ink)
-        figure.canvas.draw()
     return figure
 
 

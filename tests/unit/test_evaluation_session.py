@@ -185,7 +185,7 @@ def test_prompts_that_do_not_fit_are_counted_and_none_left_is_an_error() -> None
         build_suite([long], chat, per_domain=5, max_new_tokens=32, max_positions=256)
     with pytest.raises(UserError, match="nothing to evaluate"):
         build_suite([], chat, per_domain=5, max_new_tokens=32, max_positions=256)
-    with pytest.raises(UserError, match="poems.*lists, sums"):
+    with pytest.raises(UserError, match=r"poems.*lists, sums"):
         build_suite(candidates(1), chat, per_domain=5, max_new_tokens=32, max_positions=256, domains=["poems"])
 
 

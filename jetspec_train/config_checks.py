@@ -32,8 +32,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.name": ("local", "slurm"),
     # lists: every entry must be one of these
     "pipeline": ("distill", "train", "export", "evaluate"),
-    "export.formats": ("bundle",),
-    "evaluate.baselines": ("generate", "prompt_lookup"),
+    "export.formats": ("bundle", "vllm", "dflash", "jetspec", "deepspec", "eagle3"),
+    "evaluate.baselines": ("generate", "prompt_lookup", "assisted"),
 }
 
 # "at least", "above", "at most", "below"; None is left alone

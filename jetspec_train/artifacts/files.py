@@ -154,6 +154,15 @@ def readable_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def readable_seconds(seconds: float) -> str:
+    """75 -> '1 min 15 s'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
 def free_bytes(path: PathLike) -> int:
     """Free bytes on the disk that holds ``path``, which need not exist yet."""
     folder = Path(path).absolute()

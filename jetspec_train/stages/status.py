@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.artifacts.files import read_json, read_jsonl, readable_bytes
+from jetspec_train.artifacts.files import read_jsonl, readable_bytes, readable_seconds
 from jetspec_train.artifacts.manifest import read_manifest
 from jetspec_train.config import Config
-from jetspec_train.stages.pipeline import readable_seconds, summary_table
 
 RECENT_SECONDS = 180  # a file that changed so recently suggests that the stage is running
 
@@ -44,7 +43,9 @@ def report_lines(root: Path, stages: list[str]) -> list[str]:
         lines.append(f"  last {kind} metrics: {shown}")
     report = root / "evaluate" / "report.json"
     if report.is_file():
-        lines += ["", summary_table(read_json(report, "The report")), f"report: {report.with_suffix('.html')}"]
+        from jetspec_train.evaluation.report import load_report, summary_table
+
+        lines += ["", summary_table(load_report(report)), f"report: {report.with_suffix('.html')}"]
     return lines
 
 

@@ -1,0 +1,220 @@
+"""What a configuration will cost in disk, memory and time, estimated before anything runs.
+
+Sizes follow from the target's configuration and are exact up to file overhead. Times rest on a
+measurement of a second or two: the products of one decoder layer and of the lm_head, with the
+configured batch, on this machine (the fastest of several tries, so that other work counts little). They ignore what cannot be known before
+(how early answers end, what else will run) and are right within a factor of two or so.
+
+    rows N, hidden d, layers L, vocabulary V
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetspec_train.artifacts.errors import UserError
+from jetspec_train.config import Config
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAMPLE_BYTES_PER_TOKEN = 12  # id, log-probability, entropy, margin, mask; compressed Parquet
+OVERHEAD_OF_DECODING = 2.0  # attention, norms, cache and host work beside the products of one generation step
+OVERHEAD_OF_TRAINING = 1.3
+ADAM_BYTES = 16  # per trained parameter: fp32 weight, gradient, two moments
+CHECKPOINT_BYTES = 12  # weight and two moments
+SECONDS_PER_MEASUREMENT = 0.4
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The sizes of target and draft that costs follow from; ``layer_parameters`` is of one decoder layer."""
+
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    parameters: int
+    layer_parameters: int
+    kv_bytes_per_token: int
+    dtype: str
+    device: str
+    draft_parameters: int
+    taps: int
+
+
+def facts_of(cfg: Config) -> Facts:
+    """Read the target's configuration (not its weights) and count parameters on the meta device.
+
+    Raises UserError when the target cannot be found or the draft does not fit it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from jetspec_train.modeling.draft_config import resolve_draft_config
+    from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.targets.families import check_architecture, text_config
+    from jetspec_train.targets.loading import pick_device, pick_dtype, resolve
+
+    source = resolve(cfg.target)
+    try:
+        config = AutoConfig.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"The configuration of target {cfg.target.name!r} cannot be read: {first}") from error
+    check_architecture(config, cfg.target.name)
+    text = text_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        head = DraftHead(resolve_draft_config(cfg.draft, config, mask_token_id=0))
+    device = pick_device(cfg.target)
+    dtype = pick_dtype(cfg.target, device)
+    parameters = sum(p.numel() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight.numel()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Facts(
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        parameters=parameters,
+        layer_parameters=(parameters - embedding * (1 if tied else 2)) // text.num_hidden_layers,
+        kv_bytes_per_token=2 * text.num_hidden_layers * heads * head_dim * BYTES[dtype],
+        dtype=dtype,
+        device=device,
+        draft_parameters=head.trainable_parameters,
+        taps=len(head.config.target_layer_ids),
+    )
+
+
+def answer_tokens(cfg: Config) -> int | None:
+    """The most tokens that training can see; None when neither the recipe nor the settings bound them."""
+    prompts = cfg.recipe.prompts
+    bounds = [cfg.budget.tokens]
+    if prompts is not None:
+        bounds.append(prompts * cfg.distill.samples_per_prompt * cfg.distill.max_new_tokens)
+    for limit in (cfg.budget.generated_tokens, cfg.train.tokens):
+        if limit is not None:
+            bounds.append(limit)
+    return min(bounds) if len(bounds) > 1 else None
+
+
+def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) -> dict[str, Any]:
+    """Costs by stage: ``{"disk_bytes": {...}, "memory_bytes": {...}, "seconds": {...}, "tokens": ...}``.
+
+    ``timed(facts, rows)``: seconds of one target forward over so many rows (``measure_forward``).
+    Seconds are None where the number of tokens is not known.
+    """
+    tokens = answer_tokens(cfg)
+    width = BYTES[facts.dtype]
+    batch, limit = cfg.distill.batch_size, cfg.distill.max_new_tokens
+    context = cfg.distill.max_prompt_tokens + limit
+    features_per_token = (facts.taps + 1) * facts.hidden_size * 2
+    rows = cfg.train.sequences * cfg.train.sequence_length // cfg.train.accumulation
+    slots = cfg.train.anchors * cfg.draft.block * cfg.train.sequences // cfg.train.accumulation
+    chunk = cfg.objective.chunk_anchors * cfg.draft.block * facts.vocab_size
+    kept = cfg.train.keep + 3  # beside the newest: the best, the one being written, the bundle
+    disk = {
+        "distill": (tokens or 0) * SAMPLE_BYTES_PER_TOKEN,
+        "features": (tokens or 0) * features_per_token if cfg.train.features == "cache" else 0,
+        "train": kept * CHECKPOINT_BYTES * facts.draft_parameters,
+        "export": 4 * facts.draft_parameters,
+        "evaluate": 5_000_000,
+    }
+    weights = facts.parameters * width
+    memory = {
+        "distill": weights + batch * context * facts.kv_bytes_per_token,
+        "train": weights
+        + ADAM_BYTES * facts.draft_parameters
+        + rows * features_per_token
+        + 24 * slots * facts.hidden_size * cfg.draft.layers * 4
+        + 3 * chunk * 4,
+        "evaluate": weights * (3 if cfg.evaluate.fp32_prompts and width == 2 else 1) + facts.draft_parameters * width,
+    }
+    seconds: dict[str, float | None] = {"distill": None, "train": None}
+    if tokens is not None:
+        seconds["distill"] = tokens / batch * timed(facts, batch) * OVERHEAD_OF_DECODING
+        steps = cfg.train.steps or tokens * cfg.train.epochs / (cfg.train.sequences * cfg.train.sequence_length)
+        forward = timed(facts, rows)
+        head_share = facts.vocab_size * facts.hidden_size + facts.draft_parameters
+        draft = forward * 4 * slots * head_share / (rows * facts.parameters)  # forward, twice as much backward, labels
+        seconds["train"] = steps * cfg.train.accumulation * (forward + draft) * OVERHEAD_OF_TRAINING
+    else:
+        disk.pop("distill")
+    domains = len(cfg.evaluate.domains) if cfg.evaluate.domains else 6
+    answers = cfg.evaluate.prompts * domains * cfg.evaluate.max_new_tokens * cfg.evaluate.repeats
+    seconds["evaluate"] = answers * timed(facts, 1) * OVERHEAD_OF_DECODING * (1.7 + len(cfg.evaluate.baselines))
+    return {
+        "tokens": tokens,
+        "feature_bytes_per_token": features_per_token,
+        "flops": {
+            "distill": 2 * facts.parameters * tokens if tokens else None,
+            "train_per_step": 2 * facts.parameters * cfg.train.sequences * cfg.train.sequence_length
+            + 8 * cfg.train.accumulation * slots * (facts.vocab_size * facts.hidden_size + facts.draft_parameters),
+        },
+        "disk_bytes": disk,
+        "memory_bytes": memory,
+        "seconds": seconds,
+    }
+
+
+def measure_forward(facts: Facts, rows: int) -> float:
+    """Seconds of the products of one target forward over ``rows`` tokens, measured on one layer and the lm_head.
+
+    Random weights of one layer's size, several of them where that is cheap, so that a layer's weights
+    do not stay in the processor's cache as they would not in a real model. Long inputs are measured on
+    512 rows and scaled.
+    """
+    import torch
+
+    dtype, device = getattr(torch, facts.dtype), torch.device(facts.device)
+    measured_rows = min(rows, 512)
+    width = facts.hidden_size
+    inner = max(1, facts.layer_parameters // (2 * width))
+    copies = max(1, min(4, facts.layers, (256 << 20) // max(1, facts.layer_parameters * BYTES[facts.dtype])))
+    with torch.inference_mode():
+        up = [torch.randn(inner, width, dtype=dtype, device=device) for _ in range(copies)]
+        down = [torch.randn(width, inner, dtype=dtype, device=device) for _ in range(copies)]
+        head = torch.randn(facts.vocab_size, width, dtype=dtype, device=device)
+        x_Nd = torch.randn(measured_rows, width, dtype=dtype, device=device)
+
+        def layers() -> None:
+            for first, second in zip(up, down):
+                torch.nn.functional.linear(torch.nn.functional.linear(x_Nd, first), second)
+
+        def output() -> None:
+            torch.nn.functional.linear(x_Nd, head)
+
+        per_layer = _fastest_seconds(layers, device) / copies
+        # While training, the target's head runs at the anchors' slots only, which are counted with the draft.
+        per_head = _fastest_seconds(output, device) if rows <= 512 else 0.0
+    return (per_layer * facts.layers + per_head) * rows / measured_rows
+
+
+def _fastest_seconds(work: Callable[[], None], device: Any) -> float:
+    """The fastest of several tries: what the machine does when nothing else runs."""
+    import torch
+
+    def once() -> float:
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    once()
+    times: list[float] = []
+    deadline = time.perf_counter() + SECONDS_PER_MEASUREMENT
+    while len(times) < 3 or (time.perf_counter() < deadline and len(times) < 50):
+        times.append(once())
+    return min(times)
+
+
+def disk_needed(costs: dict[str, Any], run_dir: str | Path) -> int:
+    """Bytes that a whole run still adds below ``run_dir``; what is there already is not counted twice."""
+    total = sum(costs["disk_bytes"].values())
+    folder = Path(run_dir)
+    there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else 0
+    return max(0, total - there)

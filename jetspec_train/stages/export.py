@@ -1,0 +1,334 @@
+"""stage=export: the best checkpoint becomes a bundle that loads by itself, checked by loading it.
+
+Writes ``run_dir/export/bundle/`` (and ``run_dir/export/FORM/`` for every further form asked for). The
+written bundle is read back like a stranger's and its logits are compared with the checkpoint's bit
+for bit on the target's own features. A checkpoint of another target is refused with both values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetspec_train.artifacts.bundle import check_target, read_bundle, write_bundle
+from jetspec_train.artifacts.errors import UserError
+from jetspec_train.artifacts.files import make_folder, read_json, sha256_file
+from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_manifest, verify_outputs, write_manifest
+from jetspec_train.artifacts.provenance import git_revision, package_versions
+from jetspec_train.config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.targets.target import Target
+
+STAGE = "export"
+COMPARED_TOKENS = 24
+
+
+def plan(cfg: Config) -> dict[str, Any]:
+    """What would be exported; loads nothing."""
+    return {
+        "stage": STAGE,
+        "checkpoint": cfg.export.checkpoint,
+        "from": str(Path(cfg.run_dir) / "train" / "checkpoints"),
+        "target": cfg.target.name,
+        "formats": list(cfg.export.formats),
+        "writes": [str(Path(cfg.run_dir) / STAGE / name) for name in cfg.export.formats],
+        "checks": "reads each one back; compares weights and logits bit for bit",
+    }
+
+
+def run(cfg: Config) -> None:
+    """Export, reload, compare. Does nothing when the same checkpoint was exported in the same forms."""
+    from jetspec_train.training.checkpoint import find_checkpoint, load_draft_config, load_draft_tensors
+
+    begun = time.monotonic()
+    run_dir = Path(cfg.run_dir)
+    folder = make_folder(run_dir / STAGE)
+    checkpoint = find_checkpoint(run_dir / "train", cfg.export.checkpoint)
+    checkpoint_hash = sha256_file(checkpoint / "manifest.json")
+    identity = {
+        "checkpoint": checkpoint_hash,
+        "formats": sorted(set(cfg.export.formats) | {"bundle"}),
+        "target": dataclasses.asdict(cfg.target),
+        "force": cfg.export.force,
+    }
+    if _is_current(folder, identity):
+        print(f"export: {folder} is up to date, nothing to do")
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+
+    draft = load_draft_config(checkpoint)
+    weights = load_draft_tensors(checkpoint)
+    trained_for = target_of_training(run_dir / "train", checkpoint)
+    target = _load_target(cfg, trained_for)
+    facts = training_facts(run_dir, checkpoint)
+    meta = bundle_facts(cfg, draft, weights, target, facts)
+    bundle = write_bundle(
+        folder / "bundle",
+        bundle=meta,
+        config={"draft": draft, "verifier": None},
+        tensors={f"draft.{name}": tensor for name, tensor in weights.items()},
+        card=model_card(meta, draft, facts),
+    )
+    compare_with_checkpoint(bundle, draft, weights, target)
+    outputs = [p for p in bundle.rglob("*") if p.is_file()]
+    outputs += export_other_forms(cfg, folder, draft, weights, target, meta)
+    write_manifest(
+        folder,
+        stage=STAGE,
+        identity=identity,
+        inputs={"checkpoint": checkpoint_hash},
+        outputs=outputs,
+        counts={"tensors": len(weights), "parameters": meta["draft"]["trainable_parameters"]},
+        seconds=time.monotonic() - begun,
+    )
+    print(f"export: {bundle} (from {checkpoint.name}; logits equal the checkpoint's bit for bit)")
+
+
+def _is_current(folder: Path, identity: Mapping[str, Any]) -> bool:
+    """A newer checkpoint or another form is a reason to export again, not an error as in longer stages."""
+    manifest = read_manifest(folder)
+    if manifest is None or differing_keys(manifest.identity, identity):
+        return False
+    try:
+        verify_outputs(folder, manifest)
+    except UserError as problem:
+        print(f"export: exporting again, because {problem}")
+        return False
+    return True
+
+
+def target_of_training(train_dir: Path, checkpoint: Path) -> Mapping[str, Any] | None:
+    """The identity of the target that the checkpoint was trained on, as the training recorded it."""
+    state = read_json(checkpoint / "state.json", "The checkpoint's state")
+    manifest = read_manifest(train_dir)
+    for record in (state.get("identity", {}), manifest.identity if manifest else {}):
+        target = record.get("target_identity", record.get("target"))
+        if isinstance(target, Mapping) and "config_hash" in target:
+            return target
+    return None
+
+
+def _load_target(cfg: Config, trained_for: Mapping[str, Any] | None) -> Target:
+    """The configured target, refused before its weights are read when the draft belongs to another."""
+    from jetspec_train.targets.loading import load_target, target_identity
+
+    if trained_for is not None:
+        check_target({"target": trained_for}, target_identity(cfg.target))
+    return load_target(cfg.target)
+
+
+def training_facts(run_dir: Path, checkpoint: Path) -> dict[str, Any]:
+    """What the run recorded about its data and its training; absent facts are None."""
+    state = read_json(checkpoint / "state.json", "The checkpoint's state")
+    train, distill = read_manifest(run_dir / "train"), read_manifest(run_dir / "distill")
+    counts = train.counts if train else {}
+    return {
+        "step": state.get("step"),
+        "token_visits": state.get("token_visits"),
+        "supervised_tokens": counts.get("supervised_tokens"),
+        "seconds": state.get("seconds"),
+        "dev": state.get("best"),
+        "settings": state.get("identity", {}),
+        "distill": {"identity": distill.identity, "counts": distill.counts, "seconds": distill.seconds}
+        if distill
+        else None,
+    }
+
+
+def bundle_facts(
+    cfg: Config,
+    draft: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Target,
+    training: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The content of ``bundle.json`` except the file list (FORMATS 1)."""
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    first = 1 if draft.get("layout") == "anchor" else 0
+    return {
+        "target": {
+            **target.identity.to_dict(),
+            "parameters": target.parameters,
+            "gguf_file": cfg.target.gguf_file,
+            "template": cfg.target.template,
+            "template_options": dict(cfg.target.template_options),
+            "system_prompt": cfg.target.system_prompt,
+        },
+        "architecture": (
+            f"block draft head, {draft.get('layers')} layers, block of {draft.get('block')}, {draft.get('mask')} mask, "
+            f"{draft.get('layout')} layout, {draft.get('parent')} parent term"
+        ),
+        "draft": {
+            "preset": cfg.draft.preset,
+            "trainable_parameters": parameters,
+            "ratio_to_target": parameters / target.parameters,
+        },
+        "taps": list(draft.get("target_layer_ids", [])),
+        "block": draft.get("block"),
+        "conventions": {
+            "taps": "0-based; output of decoder layer i, before the final norm",
+            "context": "the block of anchor a sees context positions strictly below a",
+            "slots": f"slot j predicts position a + j + {first}" if first else "slot j predicts position a + j",
+            "embedding_and_head": "the target's own, not stored here",
+        },
+        "training": {"budget_tokens": cfg.budget.tokens, **training},
+        "provenance": {"git_revision": git_revision(), "versions": package_versions()},
+    }
+
+
+def head_of(draft: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DraftHead:
+    """A draft head with the given weights, all of them and no others."""
+    from jetspec_train.decoding.bundles import load_draft_tensors
+    from jetspec_train.modeling.draft_head import DraftHead, DraftHeadConfig
+
+    head = DraftHead(DraftHeadConfig.from_dict(dict(draft))).eval()
+    load_draft_tensors(head, {f"draft.{name}": tensor for name, tensor in weights.items()}, "the checkpoint")
+    return head
+
+
+def draft_logits(head: DraftHead, target: Target) -> Tensor:
+    """The head's logits [K, V] for one block on the target's own features of a fixed text."""
+    import torch
+
+    from jetspec_train.modeling.draft_head import MASK_SLOT
+
+    config = head.config
+    generator = torch.Generator().manual_seed(0)
+    length = min(COMPARED_TOKENS, target.max_positions - config.block)
+    tokens_BT = torch.randint(target.vocab_size, (1, length), generator=generator).to(target.device)
+    positions_BT = torch.arange(length, device=target.device)[None]
+    head = head.to(target.device)
+    with torch.inference_mode():
+        output = target.forward_packed(tokens_BT, positions_BT, torch.zeros_like(tokens_BT), config.target_layer_ids)
+        assert output.features_BNF is not None
+        context = head.context_kv(head.fuse(output.features_BNF), positions_BT)
+        inputs_BAK = torch.full((1, 1, config.block), MASK_SLOT, device=target.device)
+        inputs_BAK[..., 0] = tokens_BT[0, -1]
+        positions_BAK = length + torch.arange(config.block, device=target.device)[None, None]
+        hidden_BAKd = head(head.embed(inputs_BAK, target.embed), positions_BAK, context, None)
+        logits_BAKV = target.logits(hidden_BAKd.to(target.dtype)).float()
+        if head.has_parent:
+            parents_BAK = torch.randint(target.vocab_size, inputs_BAK.shape, generator=generator).to(target.device)
+            logits_BAKV = logits_BAKV + head.parent_bias(parents_BAK, hidden_BAKd)
+    return logits_BAKV[0, 0]
+
+
+def compare_with_checkpoint(bundle: Path, draft: Mapping[str, Any], weights: Mapping[str, Tensor], target: Any) -> None:
+    """Read the bundle back as a stranger would and compare its logits with the checkpoint's.
+
+    Raises UserError naming the largest difference unless they are equal bit for bit.
+    """
+    import torch
+
+    read = read_bundle(bundle)
+    check_target(read.meta, target.identity)
+    tensors = {name.removeprefix("draft."): tensor for name, tensor in read.tensors.items()}
+    before_KV, after_KV = (
+        draft_logits(head_of(config, values), target)
+        for config, values in ((draft, weights), (read.config["draft"], tensors))
+    )
+    if not torch.equal(before_KV, after_KV):
+        difference = (before_KV - after_KV).abs().max().item()
+        raise UserError(
+            f"The bundle {bundle} does not reproduce its checkpoint: logits differ by up to {difference:g}. The disk "
+            "may be faulty; delete the folder and run stage=export again."
+        )
+
+
+def export_other_forms(
+    cfg: Config,
+    folder: Path,
+    draft: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Any,
+    meta: Mapping[str, Any],
+) -> list[Path]:
+    """Write the forms of other engines that ``export.formats`` names; returns their files."""
+    forms = [form for form in cfg.export.formats if form != "bundle"]
+    if not forms:
+        return []
+    from jetspec_train.artifacts.foreign import Draft, TargetFacts, export_forms
+
+    config = target.config
+    facts = TargetFacts(
+        name=target.identity.name,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.num_layers,
+        architecture=(getattr(config, "architectures", None) or [type(target.model).__name__])[0],
+        max_positions=target.max_positions,
+        embedding_scale=float(getattr(target, "embedding_scale", 1.0)),
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        logit_scale=float(getattr(config, "logit_scale", None) or 1.0),
+    )
+    done = export_forms(
+        Draft(kind="block", config=draft, tensors=weights, provenance=dict(meta["provenance"])),
+        forms,
+        folder,
+        facts,
+        lambda: {
+            "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().cpu(),
+            "lm_head.weight": target.model.get_output_embeddings().weight.detach().cpu(),
+        },
+        force=cfg.export.force,
+    )
+    for form in done:
+        print(f"export: {form.folder}" + "".join(f"\n  forced: {reason}" for reason in form.forced))
+    return [p for form in done for p in form.folder.rglob("*") if p.is_file()]
+
+
+def model_card(meta: Mapping[str, Any], draft: Mapping[str, Any], training: Mapping[str, Any]) -> str:
+    """README.md of the bundle: what it is, what was measured, how to use it."""
+    target, head = meta["target"], meta["draft"]
+    rows = [
+        ("target", f"{target['name']} (revision {target['revision']})"),
+        ("architecture", meta["architecture"]),
+        ("taps", ", ".join(map(str, meta["taps"])) + " (0-based, output of decoder layer i)"),
+        ("parameters", f"{head['trainable_parameters']:,} ({100 * head['ratio_to_target']:.1f} % of the target's)"),
+    ]
+    if training.get("supervised_tokens"):
+        rows.append(
+            ("supervised tokens", f"{training['supervised_tokens']:,} (seen {training['token_visits']:,} times)")
+        )
+    rows.append(("training", f"{training.get('step')} steps, {float(training.get('seconds') or 0):.0f} s"))
+    dev = training.get("dev") or {}
+    if dev.get("acceptance_length") is not None:
+        rows.append(("acceptance length on dev prompts (greedy)", f"{dev['acceptance_length']:.3f}"))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"""# A draft for {target["name"]}
+
+Drafts tokens for speculative decoding with the target named below and no other: loading it with a target of another
+configuration, tokenizer or chat template is refused. Output stays the target's own; the draft changes the speed only.
+
+| | |
+| --- | --- |
+{table}
+
+Speed depends on the machine and is measured by `stage=evaluate`, whose report stands beside this bundle.
+
+## Use
+
+```
+python -m jetspec_train stage=generate bundle=THIS_FOLDER "prompt=What's up?"
+python -m jetspec_train stage=evaluate bundle=THIS_FOLDER run_dir=runs/evaluation
+```
+
+```python
+from jetspec_train.decoding.decoder import Decoder
+
+decoder = Decoder.from_bundle("THIS_FOLDER")
+prompt = decoder.target.chat.render([{{"role": "user", "content": "What's up?"}}])
+print(decoder.target.chat.decode(decoder.generate([prompt])[0].tokens))
+```
+
+Weights: safetensors only; embedding and head are the target's. Trained with jetspec-train
+(revision {meta["provenance"]["git_revision"] or "of the installed package"}); settings, data and versions are
+in `bundle.json`.
+"""

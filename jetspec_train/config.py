@@ -121,7 +121,9 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     clip: float = 1.0
     precision: str = "auto"  # auto | float32 | bfloat16 (autocast, fp32 master weights)
-    features: str = "online"  # online | cache
+    features: str = "online"  # online | cache (the target's states are computed once and kept on disk)
+    features_folder: str | None = None  # None: run_dir/train/features; a shared one serves several runs on the same data
+    features_max_bytes: int = 50_000_000_000  # refuse a larger cache
     eval_every: int = 200  # steps; 0: only at the end
     eval_prompts: int = 12
     eval_max_new_tokens: int = 96
@@ -164,6 +166,18 @@ class ExportConfig:
     formats: list[str] = field(default_factory=lambda: ["bundle"])
     checkpoint: str = "best"  # best | last | a path
     force: bool = False
+    target_name: str | None = None  # what foreign forms call the target (a hub id); None: target.name
+
+
+@dataclass
+class ForeignConfig:
+    """A draft of another project for stage=import. All but ``path`` only where its folder leaves them open."""
+
+    path: str | None = None  # the folder with its config.json
+    target_layer_ids: list[int] | None = None  # taps, 0-based decoder layers
+    mask: str | None = None  # causal | bidirectional
+    norm_before_residual: bool | None = None  # EAGLE-3
+    accept_keys: list[str] = field(default_factory=list)  # unknown configuration keys that are harmless
 
 
 @dataclass
@@ -219,6 +233,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    foreign: ForeignConfig = field(default_factory=ForeignConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)

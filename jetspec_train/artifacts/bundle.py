@@ -131,6 +131,11 @@ def read_meta(path: PathLike) -> dict[str, Any]:
     if not (folder / BUNDLE).is_file():
         inner = [p.parent for p in folder.glob(f"**/{BUNDLE}") if not p.parent.name.startswith(".")][:1]
         hint = f" Did you mean bundle={inner[0]}?" if inner else " It is not a bundle, or only partly copied."
+        if (folder / CONFIG).is_file():
+            hint = (
+                " It looks like another project's draft; make a bundle of it first: stage=import "
+                f"foreign.path={folder} target=... run_dir=..."
+            )
         raise UserError(f"bundle={folder} holds no {BUNDLE}.{hint}")
     meta = _read_small_json(folder / BUNDLE)
     if meta.get("format") != FORMAT:

@@ -11,8 +11,10 @@ import torch
 from jetspec_train.artifacts.bundle import Bundle, check_target, read_bundle
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import TargetConfig
-from jetspec_train.decoding.drafting import BlockDrafter, check_fits
+from jetspec_train.decoding.drafting import BlockDrafter, Drafter, check_fits
+from jetspec_train.decoding.eagle3 import Eagle3Drafter
 from jetspec_train.modeling.draft_head import DraftHead, DraftHeadConfig
+from jetspec_train.modeling.eagle3 import Eagle3Config, Eagle3Head
 from jetspec_train.targets.loading import load_target
 from jetspec_train.targets.target import Target
 
@@ -21,7 +23,7 @@ PREFIX = "draft."
 
 def open_bundle(
     path: str | Path, target: Target | None = None, target_config: TargetConfig | None = None
-) -> tuple[Target, BlockDrafter]:
+) -> tuple[Target, Drafter]:
     """Read and check a bundle; load its target unless one is given.
 
     Raises UserError for a damaged bundle, for a target with another configuration, tokenizer or chat template (both
@@ -45,12 +47,16 @@ def target_config_of(meta: dict[str, Any]) -> TargetConfig:
     return replace(config, revision=None if local else named.get("revision"), **known)
 
 
-def drafter_from_bundle(bundle: Bundle, target: Target) -> BlockDrafter:
-    """The bundle's draft head on this target; see ``open_bundle`` for what is refused."""
+def drafter_from_bundle(bundle: Bundle, target: Target) -> Drafter:
+    """The bundle's draft on this target; see ``open_bundle`` for what is refused."""
     check_target(bundle.meta, target.identity)
     described = bundle.config.get("draft")
     if not isinstance(described, dict):
         raise UserError(f"{bundle.path}/config.json has no 'draft' section; export the bundle again.")
+    if bundle.config.get("kind", "block") == "eagle3":
+        eagle3 = Eagle3Head(Eagle3Config.from_dict(described))
+        load_draft_tensors(eagle3, bundle.tensors, str(bundle.path))
+        return Eagle3Drafter(eagle3, target)
     config = DraftHeadConfig.from_dict(described)
     check_fits(config, target)
     head = DraftHead(config)
@@ -58,7 +64,7 @@ def drafter_from_bundle(bundle: Bundle, target: Target) -> BlockDrafter:
     return BlockDrafter(head, target)
 
 
-def load_draft_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], where: str) -> None:
+def load_draft_tensors(head: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
     """Copy the tensors named "draft.*" into the head. Raises UserError listing what is missing, extra or misshapen."""
     given = {name[len(PREFIX) :]: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     expected = head.state_dict()

@@ -17,6 +17,7 @@ STAGES = {
     "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",
     "evaluate": "measure plain against speculative decoding; writes run_dir/evaluate/report.json and report.html",
     "generate": "answer a prompt (prompt=, prompt_file= or standard input) with a bundle, streaming",
+    "import": "make a bundle of another project's draft (foreign.path=FOLDER); says what it assumed",
     "compare": "compare evaluation reports: reports=[a.json,b.json]",
     "status": "show how far each stage of run_dir has come",
     "doctor": "show what this machine can do and what this configuration will cost",

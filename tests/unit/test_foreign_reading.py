@@ -126,7 +126,7 @@ def test_taps_are_asked_for_and_never_guessed(tmp_path: Path) -> None:
     assert draft.config["target_layer_ids"] == [1, 5, 8] and any("by the user" in note for note in draft.assumptions)
     with pytest.raises(UserError, match=r"usually trained with \[1,5,8\]"):
         read_foreign(safeailab(tmp_path / "e"), made.facts())
-    with pytest.raises(UserError, match="fc.weight is"):
+    with pytest.raises(UserError, match=r"fc\.weight is"):
         read_foreign(folder, made.facts(), ReadOptions(target_layer_ids=[1, 5]))
 
 
@@ -246,7 +246,7 @@ def test_a_config_of_absurd_size_or_depth_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more than"):
         read_foreign(folder)
     (folder / "config.json").write_text('{"a":' + "[" * 200_000 + "]" * 200_000 + "}")
-    with pytest.raises(UserError, match="deep|not valid JSON"):
+    with pytest.raises(UserError, match=r"deep|not valid JSON"):
         read_foreign(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(UserError, match="object"):

@@ -44,6 +44,7 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "distill.max_prompt_tokens": (("at least", 1),),
     "distill.batch_size": (("at least", 1),),
     "distill.samples_per_prompt": (("at least", 1),),
+    "distill.seed": (("at least", 0),),
     "distill.flush_rows": (("at least", 1),),
     "distill.max_reject_share": (("at least", 0), ("at most", 1)),
     "budget.tokens": (("at least", 1),),
@@ -76,6 +77,7 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "train.warmup": (("at least", 0), ("at most", 1)),
     "train.weight_decay": (("at least", 0),),
     "train.clip": (("above", 0),),
+    "train.features_max_bytes": (("at least", 1),),
     "train.eval_every": (("at least", 0),),
     "train.eval_prompts": (("at least", 0),),
     "train.eval_max_new_tokens": (("at least", 1),),
@@ -129,7 +131,7 @@ def check(cfg: Config) -> None:
     for key, allowed in CHOICES.items():
         value = setting(cfg, key)
         for entry in value if isinstance(value, list) else [value]:
-            if entry not in allowed:
+            if entry is not None and entry not in allowed:
                 raise UserError(f"{key}={entry}: allowed are {', '.join(allowed)}.{near(str(entry), allowed)}")
     for key, limits in RANGES.items():
         value = setting(cfg, key)

@@ -2,8 +2,9 @@
 
 Sizes follow from the target's configuration and are exact up to file overhead. Times rest on a
 measurement of a second or two: the products of one decoder layer and of the lm_head, with the
-configured batch, on this machine (the fastest of several tries, so that other work counts little). They ignore what cannot be known before
-(how early answers end, what else will run) and are right within a factor of two or so.
+configured batch, on this machine (the fastest of several tries, so that other work counts little).
+They ignore what cannot be known before, such as how early answers end, and are right within a
+factor of two or so.
 
     rows N, hidden d, layers L, vocabulary V
 """
@@ -25,7 +26,9 @@ OVERHEAD_OF_DECODING = 2.0  # attention, norms, cache and host work beside the p
 OVERHEAD_OF_TRAINING = 1.3
 ADAM_BYTES = 16  # per trained parameter: fp32 weight, gradient, two moments
 CHECKPOINT_BYTES = 12  # weight and two moments
+PARALLEL_EFFICIENCY = 0.8
 SECONDS_PER_MEASUREMENT = 0.4
+MEASURED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -165,12 +168,26 @@ def measure_forward(facts: Facts, rows: int) -> float:
 
     Random weights of one layer's size, several of them where that is cheap, so that a layer's weights
     do not stay in the processor's cache as they would not in a real model. Long inputs are measured on
-    512 rows and scaled.
+    fewer rows and scaled. On a CPU one thread is timed and all are counted: threads that wait for each
+    other would measure whatever else is running.
     """
     import torch
 
+    if facts.device != "cpu":
+        return _measure(facts, rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(facts, rows) / max(1.0, PARALLEL_EFFICIENCY * threads)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(facts: Facts, rows: int) -> float:
+    import torch
+
     dtype, device = getattr(torch, facts.dtype), torch.device(facts.device)
-    measured_rows = min(rows, 512)
+    measured_rows = min(rows, MEASURED_ROWS)
     width = facts.hidden_size
     inner = max(1, facts.layer_parameters // (2 * width))
     copies = max(1, min(4, facts.layers, (256 << 20) // max(1, facts.layer_parameters * BYTES[facts.dtype])))
@@ -189,7 +206,7 @@ def measure_forward(facts: Facts, rows: int) -> float:
 
         per_layer = _fastest_seconds(layers, device) / copies
         # While training, the target's head runs at the anchors' slots only, which are counted with the draft.
-        per_head = _fastest_seconds(output, device) if rows <= 512 else 0.0
+        per_head = _fastest_seconds(output, device) if rows <= MEASURED_ROWS else 0.0
     return (per_layer * facts.layers + per_head) * rows / measured_rows
 
 

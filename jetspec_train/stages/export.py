@@ -57,6 +57,7 @@ def run(cfg: Config) -> None:
         "formats": sorted(set(cfg.export.formats) | {"bundle"}),
         "target": dataclasses.asdict(cfg.target),
         "force": cfg.export.force,
+        "target_name": cfg.export.target_name,
     }
     if _is_current(folder, identity):
         print(f"export: {folder} is up to date, nothing to do")
@@ -258,7 +259,7 @@ def export_other_forms(
 
     config = target.config
     facts = TargetFacts(
-        name=target.identity.name,
+        name=cfg.export.target_name or target.identity.name,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.num_layers,

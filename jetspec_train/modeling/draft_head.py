@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetspec_train.modeling.attention import block_attention, rotate
+from jetspec_train.modeling.attention import block_attention, block_attention_weights, rotate
 from jetspec_train.modeling.blocks import MASK_SLOT
 from jetspec_train.modeling.draft_config import DraftHeadConfig
 from jetspec_train.modeling.rotary import Rotary
@@ -75,25 +75,31 @@ class _Attention(nn.Module):
         return rotate(keys, cos_BND, sin_BND), values
 
     def forward(
-        self, x_BAKd: Tensor, cos_BND: Tensor, sin_BND: Tensor, context: LayerContext, context_mask_BAT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x_BAKd: Tensor,
+        cos_BND: Tensor,
+        sin_BND: Tensor,
+        context: LayerContext,
+        context_mask_BAT: Tensor | None,
+        attention: list[Tensor] | None,
+    ) -> Tensor:
         B, A, K, d = x_BAKd.shape
         x_BNd = x_BAKd.reshape(B, A * K, d)
         queries = self.q_norm(linear(x_BNd, self.q_proj).view(B, A * K, self.heads, self.head_dim)).transpose(1, 2)
-        queries = rotate(queries, cos_BND, sin_BND)
+        queries = rotate(queries, cos_BND, sin_BND).reshape(B, self.heads, A, K, self.head_dim)
         keys, values = self.keys_values(x_BNd, cos_BND, sin_BND)
-        split = (A, K, self.head_dim)
-        mixed_BHAKD, weights = block_attention(
-            queries.reshape(B, self.heads, *split),
-            context[0].to(queries.dtype),
-            context[1].to(values.dtype),
-            keys.reshape(B, self.kv_heads, *split),
-            values.reshape(B, self.kv_heads, *split),
-            context_mask_BAT,
-            causal=self.causal,
+        keys = keys.reshape(B, self.kv_heads, A, K, self.head_dim)
+        values = values.reshape(B, self.kv_heads, A, K, self.head_dim)
+        context_keys, context_values = (columns.to(queries.dtype) for columns in context)
+        mixed_BHAKD = block_attention(
+            queries, context_keys, context_values, keys, values, context_mask_BAT, causal=self.causal
         )
+        if attention is not None:
+            attention.append(
+                block_attention_weights(queries, context_keys, keys, context_mask_BAT, causal=self.causal).detach()
+            )
         mixed_BAKd = mixed_BHAKD.permute(0, 2, 3, 1, 4).reshape(B, A, K, self.heads * self.head_dim)
-        return linear(mixed_BAKd, self.o_proj), weights
+        return linear(mixed_BAKd, self.o_proj)
 
 
 class _MLP(nn.Module):
@@ -116,11 +122,16 @@ class _Layer(nn.Module):
         self.mlp = _MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: LayerContext, context_mask_BAT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        mixed, weights = self.self_attn(self.input_layernorm(x), cos, sin, context, context_mask_BAT)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), weights
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: LayerContext,
+        context_mask_BAT: Tensor | None,
+        attention: list[Tensor] | None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, context_mask_BAT, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class _ParentTerm(nn.Module):
@@ -209,30 +220,20 @@ class DraftHead(nn.Module):
         positions_BAK: Tensor,
         context: list[LayerContext],
         context_mask_BAT: Tensor | None,
+        attention: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [B, A, K, d]; slot j's gives the logits of ``anchor + j + offset``.
 
         ``context``: from ``context_kv``; ``context_mask_BAT``: the columns each block sees (its own
         document, strictly before the anchor), None for all. K may be smaller than ``config.block``.
+        ``attention``: a list to which every layer appends its weights [B, H, A, K, T + K] (no gradient).
         """
-        return self.forward_with_attention(embeds_BAKd, positions_BAK, context, context_mask_BAT)[0]
-
-    def forward_with_attention(
-        self,
-        embeds_BAKd: Tensor,
-        positions_BAK: Tensor,
-        context: list[LayerContext],
-        context_mask_BAT: Tensor | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """``forward`` and the attention weights of every layer, each [B, J, G, A, K, T+K]."""
         cos, sin = self.rotary(positions_BAK.flatten(1))
         # the residual stream is kept in the precision of the weights (fp32 when training in bf16)
         x = embeds_BAKd.to(self.norm.weight.dtype)
-        attention = []
         for layer, columns in zip(self.layers, context, strict=True):
-            x, weights = layer(x, cos, sin, columns, context_mask_BAT)
-            attention.append(weights)
-        return self.norm(x), attention
+            x = layer(x, cos, sin, columns, context_mask_BAT, attention)
+        return self.norm(x)
 
     # ---- parent term ---------------------------------------------------------------------------
 

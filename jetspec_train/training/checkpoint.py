@@ -170,9 +170,15 @@ def find_checkpoint(train_dir: str | Path, which: str = "best") -> Path:
         raise UserError(f"The checkpoint {path} (asked for as {which!r}) cannot be used: {error}.") from None
 
 
-def load_draft_tensors(path: str | Path) -> dict[str, Tensor]:
-    """The trained weights of a checkpoint folder, by the draft head's own state-dict names, in fp32 on the CPU."""
+def load_tensors(path: str | Path) -> dict[str, Tensor]:
+    """All trained weights of a checkpoint folder, as the engine names them (``draft.*``), in fp32 on the CPU."""
     return load_file(Path(path) / MODEL_FILE)
+
+
+def load_draft_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The draft head's weights of a checkpoint folder by its own state-dict names, in fp32 on the CPU."""
+    prefix = "draft."
+    return {n.removeprefix(prefix): value for n, value in load_tensors(path).items() if n.startswith(prefix)}
 
 
 def load_draft_config(path: str | Path) -> dict[str, Any]:

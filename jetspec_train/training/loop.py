@@ -54,7 +54,7 @@ def train(
     cadence: Cadence,
     *,
     run_step: Callable[[int], StepResult],
-    measure: Callable[[], dict[str, Any] | None],
+    measure: Callable[[], dict[str, Any] | None] | None,
     save: Callable[[TrainState], Any],
     tracker: Tracker | None,
     stop: StopRequest,
@@ -64,8 +64,9 @@ def train(
     """Train from ``state.step`` to ``cadence.total``; ``state`` is updated in place.
 
     ``measure`` returns a record with ``acceptance_length`` (by which the best checkpoint is chosen) or None if it was
-    asked to stop half-way. ``save`` writes a checkpoint of the state on all ranks. Returns 0 when finished, else the
-    number of the signal that stopped it; a checkpoint of the last finished step is then on the disk. Raises UserError
+    asked to stop half-way; without it nothing is measured and there is no best. ``save`` writes a checkpoint of the
+    state on all ranks. Returns 0 when finished, else the number of the signal that stopped it; a checkpoint of the
+    last finished step is then on the disk. Raises UserError
     if the loss or gradient stops being finite.
     """
     ranks = ranks or Ranks()
@@ -79,7 +80,8 @@ def train(
         disable=not (show_progress and ranks.is_main and sys.stderr.isatty()),
     )
     with bar:
-        if state.step > 0 and cadence.due(cadence.evaluate, state.step) and state.evaluated_step != state.step:
+        measured = state.step == 0 or state.evaluated_step == state.step
+        if measure is not None and not measured and cadence.due(cadence.evaluate, state.step):
             saved_step = -1 if _evaluate(state, measure, tracker, ranks) else saved_step  # it was stopped before this
         since, tokens_since = time.perf_counter(), 0
         while state.step < cadence.total:
@@ -110,7 +112,7 @@ def train(
                     tracker.log("train", state.step, {**numbers, **facts, "seconds": round(state.seconds, 3)})
                 _show(bar, state, cadence, numbers, rate, quiet=not (show_progress and ranks.is_main))
                 since, tokens_since = time.perf_counter(), 0
-            if cadence.due(cadence.evaluate, state.step):
+            if measure is not None and cadence.due(cadence.evaluate, state.step):
                 pause = time.perf_counter()
                 if _evaluate(state, measure, tracker, ranks):
                     save(state)
@@ -121,7 +123,7 @@ def train(
                 save(state)
                 saved_step = state.step
                 since += time.perf_counter() - pause
-    if state.step == cadence.total and state.evaluated_step != state.step:
+    if measure is not None and state.step == cadence.total and state.evaluated_step != state.step:
         asked = largest_over_ranks(stop.signal_number, ranks)  # stopped while measuring after the last step
     if saved_step != state.step and state.step > 0:
         save(state)
@@ -166,11 +168,11 @@ def window_means(window: dict[str, Any]) -> dict[str, Any]:
 
 def _show(bar: tqdm, state: TrainState, cadence: Cadence, numbers: dict[str, Any], rate: float, *, quiet: bool) -> None:
     """Loss, accuracy of the first slot and speed: beside the bar on a terminal, as a plain line in a log file."""
-    accuracy = numbers.get("accuracy")
-    first = accuracy[0] if isinstance(accuracy, list) else accuracy
+    # The first slot that predicts: slot 0, or slot 1 in the in-place layout.
+    first = next((value for value in numbers.get("accuracy_at") or [] if value is not None), None)
     facts = {"loss": f"{numbers.get('loss', float('nan')):.3f}", "tokens/s": f"{rate:.0f}"}
     if first is not None:
-        facts["slot 0"] = f"{first:.3f}"
+        facts["first slot"] = f"{first:.3f}"
     if state.best is not None:
         facts["tau"] = f"{state.best['acceptance_length']:.2f}"
     if not bar.disable:

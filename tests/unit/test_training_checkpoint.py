@@ -15,7 +15,7 @@ from jetspec_train.training.checkpoint import TrainState
 
 def save(folder: Path, step: int, *, best: int | None = None, keep: int = 2, value: float | None = None) -> Path:
     state = TrainState(step=step, best=None if best is None else {"step": best, "acceptance_length": 2.0})
-    tensors = {"fc.weight": torch.full((3, 2), float(step if value is None else value))}
+    tensors = {"draft.fc.weight": torch.full((3, 2), float(step if value is None else value))}
     return ck.save_checkpoint(
         folder / "checkpoints",
         state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -106,14 +107,21 @@ def test_no_key_means_offline_with_one_warning_and_the_metrics_are_there(
     tracker.log("train", 7, {"loss": 1.25})
     tracker.close({"best_step": 7})
     assert len(warnings) == 1 and "wandb sync" in warnings[0]
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    history, run_id = [], ""
-    for data in log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
-        if record.WhichOneof("record_type") == "run":
-            run_id = record.run.run_id
+    history, run_id, ended = [], "", False
+    deadline = time.monotonic() + 30
+    while not ended and time.monotonic() < deadline:  # W&B's own process may write the file's end after finish()
+        time.sleep(0.1)
+        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+        history = []
+        for data in log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                items = record.history.item
+                history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            if kind == "run":
+                run_id = record.run.run_id
+            ended = ended or kind == "exit"
     assert run_id == tracker.run_id
     assert history[0]["train/loss"] == 1.25 and history[0]["_step"] == 7

@@ -1,0 +1,230 @@
+"""One optimiser step of the draft: target states -> draft head -> loss, for the whole global batch.
+
+A step is a function of its number. ``plan_step`` draws anchors and clean prefixes for every row of the *global* batch
+from a generator keyed by (seed, step, row) and sums the weights of all of them to the one normaliser W before
+anything is computed; each rank and each micro-step then takes its own rows. So neither the number of ranks nor the
+accumulation split nor the order of work can move the loss.
+
+Shapes: B rows of the global batch, T tokens of a packed row, A anchors per row, K slots per block, F concatenated
+taps, D width of the target, d width of the draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jetspec_train.modeling.blocks import Blocks, make_blocks, sample_anchors, sample_clean
+from jetspec_train.modeling.draft_head import DraftHead
+from jetspec_train.objectives.draft_loss import DraftLoss, draft_loss
+from jetspec_train.objectives.weights import slot_weights, total_weight
+from jetspec_train.targets.target import Target
+from jetspec_train.training.engine import Engine, sum_over_ranks
+from jetspec_train.training.loop import StepResult, Sums
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The global batch of a step: B packed rows of T tokens, padded with document -1."""
+
+    tokens_BT: Tensor  # int64
+    positions_BT: Tensor  # int64, within the document
+    documents_BT: Tensor  # int64, -1 for padding
+    supervised_BT: Tensor  # bool
+    samples: list[np.ndarray]  # per row: which samples it holds, in their order (what a feature cache looks up)
+
+
+States = Callable[[TrainBatch, slice], tuple[Tensor, Tensor]]  # rows -> features [b, T, F], hidden [b, T, D]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs from the configuration. ``autocast``: the dtype of matrix products, None for fp32."""
+
+    block: int
+    layout: str
+    anchors: int
+    clean_prefix: float
+    gamma: float | None
+    ce: float
+    l1: float
+    kl: float
+    chunk_rows: int = 256
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything random about a step, and its normaliser."""
+
+    blocks: Blocks
+    weights_BAK: Tensor
+    total_weight: float
+
+    def rows(self, rows: slice) -> tuple[Blocks, Tensor]:
+        """Blocks and weights of some rows, without the anchors that none of them has."""
+        used = max(1, int((self.blocks.anchors_BA[rows] >= 0).sum(1).max()))
+        cut = {name: value[rows, :used] for name, value in vars(self.blocks).items()}
+        return Blocks(**cut), self.weights_BAK[rows, :used]
+
+
+def row_seed(seed: int, step: int, row: int) -> int:
+    """A number of 62 bits that belongs to this row of this step alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def plan_step(batch: TrainBatch, settings: StepSettings, *, seed: int, step: int) -> StepPlan:
+    """Anchors, clean prefixes, blocks and the normaliser W of the global batch of ``step``."""
+    seeds = [row_seed(seed, step, row) for row in range(batch.tokens_BT.shape[0])]
+    anchors_BA = sample_anchors(batch.supervised_BT, batch.documents_BT, settings.anchors, seeds)
+    clean_BA = sample_clean(anchors_BA, block=settings.block, probability=settings.clean_prefix, seeds_B=seeds)
+    blocks = make_blocks(
+        batch.tokens_BT,
+        batch.positions_BT,
+        batch.documents_BT,
+        batch.supervised_BT,
+        anchors_BA,
+        clean_BA,
+        block=settings.block,
+        layout=settings.layout,
+    )
+    weights_BAK = slot_weights(blocks.valid_BAK, blocks.distance_BAK, settings.gamma)
+    return StepPlan(blocks, weights_BAK, total_weight([weights_BAK]))
+
+
+class DraftStep(nn.Module):
+    """The trained modules under the names of a bundle's tensors (``draft.*``); its forward is one micro-step.
+
+    The frozen target is held outside the module tree: no engine may shard, cast or save it.
+    """
+
+    def __init__(self, draft: DraftHead, target: Target, settings: StepSettings) -> None:
+        super().__init__()
+        self.draft = draft
+        self._outside = (target,)
+        self.settings = settings
+
+    @property
+    def target(self) -> Target:
+        return self._outside[0]
+
+    def forward(
+        self,
+        blocks: Blocks,
+        weights_BAK: Tensor,
+        positions_BT: Tensor,
+        features_BTF: Tensor,
+        target_hidden_BTD: Tensor,
+        total_weight: float,
+    ) -> DraftLoss:
+        """Loss (already divided by W) and metrics of some rows."""
+        settings, target, draft = self.settings, self.target, self.draft
+        with autocast(target.device, settings.autocast):
+            context = draft.context_kv(draft.fuse(features_BTF), positions_BT)
+            embeds = draft.embed(blocks.inputs_BAK, target.embed)
+            hidden_BAKd = draft(embeds, blocks.positions_BAK, context, blocks.context_mask_BAT)
+            state = draft.parent_state(blocks.parents_BAK, hidden_BAKd) if draft.has_parent else None
+            return draft_loss(
+                hidden_BAKd,
+                labels_BAK=blocks.labels_BAK,
+                weights_BAK=weights_BAK,
+                clean_BA=blocks.clean_BA,
+                target_hidden_BTD=target_hidden_BTD,
+                sources_BAK=blocks.sources_BAK,
+                draft_logits=target.logits,
+                target_logits=target.logits,
+                total_weight=total_weight,
+                ce=settings.ce,
+                l1=settings.l1,
+                kl=settings.kl,
+                parent_state_BAKr=state,
+                parent_weight_Vr=draft.parent_weight,
+                chunk_rows=settings.chunk_rows,
+            )
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Matrix products in ``dtype`` with fp32 weights; nothing for None."""
+    return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
+
+
+def online_states(target: Target, taps: tuple[int, ...]) -> States:
+    """Taps and final hidden states from a target forward over the packed rows (METHODS 2)."""
+
+    def states(batch: TrainBatch, rows: slice) -> tuple[Tensor, Tensor]:
+        output = target.forward_packed(batch.tokens_BT[rows], batch.positions_BT[rows], batch.documents_BT[rows], taps)
+        assert output.features_BNF is not None
+        return output.features_BNF, output.hidden_BND
+
+    return states
+
+
+def micro_rows(rows: int, *, rank: int, world: int, accumulation: int) -> list[slice]:
+    """The rows of the global batch that this rank works on, one slice per micro-step.
+
+    ``rows`` must be a multiple of ``world * accumulation`` (checked before training starts).
+    """
+    size = rows // (world * accumulation)
+    first = rank * accumulation * size
+    return [slice(first + i * size, first + (i + 1) * size) for i in range(accumulation)]
+
+
+def run_step(
+    module: nn.Module,
+    engine: Engine,
+    states: States,
+    batch: TrainBatch,
+    plan: StepPlan,
+    *,
+    device: torch.device,
+    accumulation: int,
+    learning_rate: float,
+) -> StepResult:
+    """Forward, backward and update for one global batch; metric sums are those of all ranks."""
+    ranks = engine.ranks
+    pieces = micro_rows(batch.tokens_BT.shape[0], rank=ranks.rank, world=ranks.world, accumulation=accumulation)
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for number, rows in enumerate(pieces):
+        features_BTF, hidden_BTD = states(batch, rows)
+        blocks, weights_BAK = plan.rows(rows)
+        result = module(
+            blocks.to(device),
+            weights_BAK.to(device),
+            batch.positions_BT[rows].to(device),
+            features_BTF,
+            hidden_BTD,
+            plan.total_weight,
+        )
+        engine.backward(result.loss, boundary=number == len(pieces) - 1)
+        for name, (top, bottom) in result.metrics.items():
+            before = sums.get(name)
+            sums[name] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
+    norm = engine.step()
+    return StepResult(
+        sums=_gather(sums, engine),
+        gradient_norm=norm,
+        learning_rate=learning_rate,
+        tokens=int(batch.supervised_BT.sum()),
+    )
+
+
+def _gather(sums: dict[str, tuple[Tensor, Tensor]], engine: Engine) -> Sums:
+    """Sums over ranks as plain numbers, in one transfer. Every rank has the same metrics in the same order."""
+    parts = [part.double().reshape(-1) for pair in sums.values() for part in pair]
+    flat = sum_over_ranks(torch.cat(parts), engine.ranks).tolist()
+    gathered, at = {}, 0
+    for name, pair in sums.items():
+        lists = []
+        for part in pair:
+            lists.append(flat[at : at + part.numel()])
+            at += part.numel()
+        gathered[name] = (lists[0], lists[1])
+    return gathered

@@ -29,6 +29,7 @@ CHECKPOINT_BYTES = 12  # weight and two moments
 PARALLEL_EFFICIENCY = 0.8
 SECONDS_PER_MEASUREMENT = 0.4
 MEASURED_ROWS = 128
+READABLE_RECIPE_BYTES = 50_000_000  # larger local recipes are not read just to be counted
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,12 @@ def facts_of(cfg: Config) -> Facts:
 
 
 def answer_tokens(cfg: Config) -> int | None:
-    """The most tokens that training can see; None when neither the recipe nor the settings bound them."""
-    prompts = cfg.recipe.prompts
+    """The answer tokens to expect at most; None when nothing bounds them.
+
+    Local recipes are counted by reading them, as stage=distill plans; a recipe on the hub is bounded by
+    ``recipe.prompts``, since nothing is downloaded here.
+    """
+    prompts = _prompts(cfg)
     bounds = [cfg.budget.tokens]
     if prompts is not None:
         bounds.append(prompts * cfg.distill.samples_per_prompt * cfg.distill.max_new_tokens)
@@ -102,6 +107,22 @@ def answer_tokens(cfg: Config) -> int | None:
         if limit is not None:
             bounds.append(limit)
     return min(bounds) if len(bounds) > 1 else None
+
+
+def _prompts(cfg: Config) -> int | None:
+    """How many prompts stage=distill would send, None where that cannot be known in a moment."""
+    from jetspec_train.data.prompts import iterate_prompts
+    from jetspec_train.data.recipes import load_recipe, local_files
+
+    try:
+        recipe = load_recipe(cfg.recipe)
+        local = [source for source in recipe.sources if source.type in ("jsonl", "parquet")]
+        size = sum(file.stat().st_size for source in local for file in local_files(source))
+    except UserError:  # said by stage=distill, with what to do about it
+        return cfg.recipe.prompts
+    if any(source.type == "hub" for source in recipe.sources) or size > READABLE_RECIPE_BYTES:
+        return cfg.recipe.prompts
+    return sum(1 for _ in iterate_prompts(recipe, tuple(cfg.distill.splits)))
 
 
 def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) -> dict[str, Any]:
@@ -139,7 +160,9 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
     seconds: dict[str, float | None] = {"distill": None, "train": None}
     if tokens is not None:
         seconds["distill"] = tokens / batch * timed(facts, batch) * OVERHEAD_OF_DECODING
-        steps = cfg.train.steps or tokens * cfg.train.epochs / (cfg.train.sequences * cfg.train.sequence_length)
+        steps = cfg.train.steps or max(
+            1.0, tokens * cfg.train.epochs / (cfg.train.sequences * cfg.train.sequence_length)
+        )
         forward = timed(facts, rows)
         head_share = facts.vocab_size * facts.hidden_size + facts.draft_parameters
         draft = forward * 4 * slots * head_share / (rows * facts.parameters)  # forward, twice as much backward, labels

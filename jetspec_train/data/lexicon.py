@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.replace("\n", " ").split(",") if word.strip())
+    return tuple(" ".join(word.split()) for word in text.split(",") if word.strip())
 
 
 LEXICON: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from jetspec_train.artifacts.errors import UserError
 from jetspec_train.data.procedural import draw_prompt, report_templates
 from jetspec_train.data.recipes import CONTENT_ROLES, PLACEHOLDER, Recipe, Source
 from jetspec_train.data.rows import BadRow, read_rows
-from jetspec_train.data.splits import SPLITS, content_hash, split_of, without_report
+from jetspec_train.data.splits import SPLITS, content_hash, split_of
 
 MAX_CHARACTERS = 200_000  # per prompt: beyond any context, and slow to tokenise
 
@@ -136,12 +136,12 @@ def _prompt_or_reject(
         return None, Reject(source.name, row, bad.reason, True, bad.detail[:500])
     digest = content_hash([*([conversation.system] if conversation.system else []), *conversation.raw_turns])
     short = int(digest[:16], 16)
+    if source.use != "report" and short in measured:
+        return None, Reject(source.name, row, "measured_elsewhere", False)
     if short in seen:
         return None, Reject(source.name, row, "duplicate", False)
     seen.add(short)
     split = _split(recipe, source, conversation, digest)
-    if split != "report" and short in measured:
-        return None, Reject(source.name, row, "measured_elsewhere", False)
     opening = [{"role": "system", "content": conversation.system}] if conversation.system else []
     prompt = Prompt(
         id=digest[:32],
@@ -160,13 +160,11 @@ def _prompt_or_reject(
 def _split(recipe: Recipe, source: Source, conversation: _Conversation, digest: str) -> str:
     if source.use == "report":
         return "report"
-    shares = recipe.shares
     if source.type == "procedural":
-        held_out = report_templates(shares["report"])
-        if conversation.template in held_out:
-            return "report" if source.use == "all" else split_of(digest, without_report(shares))
-        return split_of(digest, without_report(shares))
-    return split_of(digest, without_report(shares) if source.use == "train" else shares)
+        if source.use == "all" and conversation.template in report_templates(recipe.shares["report"]):
+            return "report"
+        return split_of(digest, recipe.shares, measured=False)
+    return split_of(digest, recipe.shares, measured=source.use == "all")
 
 
 def _measured_prompts(recipe: Recipe, splits: Sequence[str]) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
         ("reference", pa.string()),  # the data set's own answer, for scoring only
         ("prompt_tokens", _TOKENS),
         ("answer_tokens", _TOKENS),  # ends with the end-of-turn token exactly where the target produced it
-        ("logprobs", _NUMBERS),  # nats, of each answer token, from the sampling distribution's raw logits
+        ("logprobs", _NUMBERS),  # nats, of each answer token, at temperature 1 without filters
         ("entropies", _NUMBERS),  # nats
         ("margins", _NUMBERS),  # log-probability of the first choice minus the second
         ("finish_reason", _LABEL),  # stop | length
@@ -95,7 +95,7 @@ def sample_id(prompt: Prompt, *, turn: int, draw: int, target: Mapping[str, str]
     """
     content = {
         "messages": prompt.messages,
-        "later_turns": list(prompt.later_turns)[: max(0, prompt.turns - 1)],
+        "later_turns": list(prompt.later_turns),
         "target": {key: value for key, value in target.items() if key != "name"},
         "settings": dict(settings),
         "draw": draw,
@@ -106,9 +106,8 @@ def sample_id(prompt: Prompt, *, turn: int, draw: int, target: Mapping[str, str]
 
 def sample_table(samples: Sequence[Sample]) -> pa.Table:
     """Samples as a table of SCHEMA."""
-    rows = [asdict(sample) for sample in samples]
-    columns = {name: [row[name] for row in rows] for name in SCHEMA.names}
-    return pa.table({f.name: pa.array(columns[f.name], type=f.type) for f in SCHEMA}, schema=SCHEMA)
+    columns = {f.name: pa.array([getattr(sample, f.name) for sample in samples], type=f.type) for f in SCHEMA}
+    return pa.table(columns, schema=SCHEMA)
 
 
 def write_table(path: Path, tables: Iterator[pa.Table] | Sequence[pa.Table], schema: pa.Schema) -> int:

@@ -36,7 +36,6 @@ class ShardReport:
     shard: int
     shards: int
     identity_hash: str
-    round: int
     quota: int
     generated_quota: int | None
     kept_tokens: int
@@ -99,9 +98,29 @@ def claim_folder(stage_dir: Path, identity: Mapping[str, Any]) -> None:
     if not grows(stored, identity):
         check_identity(stage_dir, stored, identity, "distill")
     # More of the same: what is finished stays, reports and manifest no longer describe the whole.
-    for outdated in (stage_dir / "manifest.json", stage_dir / QUOTAS, *report_paths(stage_dir)):
+    _grow_quotas(stage_dir, stored, identity)
+    for outdated in (stage_dir / "manifest.json", *report_paths(stage_dir)):
         outdated.unlink(missing_ok=True)
     atomic_json(path, dict(identity))
+
+
+def _grow_quotas(stage_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """A shard that was handed budget keeps it; only what was added is dealt out anew."""
+    path = stage_dir / QUOTAS
+    if not path.exists():
+        return
+    handed = read_json(path, "The handed-on budgets")
+    shards = int(wanted["shards"])
+    for name, key in (("kept", "budget_tokens"), ("generated", "budget_generated_tokens")):
+        old, new = stored["extent"][key], wanted["extent"][key]
+        if new is None or old is None:
+            handed[name] = [None if new is None else shard_quota(new, shard, shards) for shard in range(shards)]
+        else:
+            added = [shard_quota(new - old, shard, shards) or 0 for shard in range(shards)]
+            handed[name] = [quota + more for quota, more in zip(handed[name], added)]
+    atomic_json(
+        path, {**handed, "of": [wanted["extent"]["budget_tokens"], wanted["extent"]["budget_generated_tokens"]]}
+    )
 
 
 def grows(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -140,30 +159,39 @@ def rejects_path(stage_dir: Path, shard: int) -> Path:
     return stage_dir / "parts" / f"shard-{shard:05d}" / "rejects.jsonl"
 
 
-def quotas(stage_dir: Path, cfg: Config, shard: int, shards: int) -> tuple[int, int | None, int]:
-    """(kept quota, generated quota, round) of a shard: an even part, or what a merge handed on."""
+@dataclass(frozen=True)
+class Quotas:
+    """Every shard's part of the two budgets."""
+
+    kept: list[int]
+    generated: list[int | None]
+
+
+def current_quotas(stage_dir: Path, identity: Mapping[str, Any]) -> Quotas:
+    """Even parts, or what a merge has handed on since."""
+    shards, extent = int(identity["shards"]), identity["extent"]
     path = stage_dir / QUOTAS
     if path.exists():
         handed = read_json(path, "The handed-on budgets")
-        generated = handed["generated"][shard]
-        return int(handed["kept"][shard]), None if generated is None else int(generated), int(handed["round"])
-    return (
-        shard_quota(cfg.budget.tokens, shard, shards) or 0,
-        shard_quota(cfg.budget.generated_tokens, shard, shards),
-        0,
+        if handed["of"] == [extent["budget_tokens"], extent["budget_generated_tokens"]]:
+            return Quotas(handed["kept"], handed["generated"])
+    return Quotas(
+        [shard_quota(extent["budget_tokens"], shard, shards) or 0 for shard in range(shards)],
+        [shard_quota(extent["budget_generated_tokens"], shard, shards) for shard in range(shards)],
     )
 
 
 def read_report(stage_dir: Path, shard: int, identity: Mapping[str, Any]) -> ShardReport | None:
-    """The report of a finished shard; one of other settings, or whose file changed, does not count."""
+    """The report of a finished shard; None for one of other settings, or that has more budget by now."""
     path = report_path(stage_dir, shard)
-    if not path.exists():
+    if not path.exists() or not (stage_dir / f"samples-{shard:05d}.parquet").exists():
         return None
     report = ShardReport(**read_json(path, "The shard report"))
-    samples = stage_dir / f"samples-{shard:05d}.parquet"
-    if report.identity_hash != stable_hash(identity) or not samples.exists():
+    if report.identity_hash != stable_hash(identity):
         return None
-    return report
+    quotas = current_quotas(stage_dir, identity)
+    has_more = quotas.kept[shard] > report.quota or (quotas.generated[shard] or 0) > (report.generated_quota or 0)
+    return None if has_more and report.counts["unstarted"] else report
 
 
 def write_report(stage_dir: Path, report: ShardReport) -> None:
@@ -172,7 +200,7 @@ def write_report(stage_dir: Path, report: ShardReport) -> None:
     atomic_json(report_path(stage_dir, report.shard), asdict(report))
 
 
-def merge(stage_dir: Path, identity: Mapping[str, Any], cfg: Config, recipe_name: str) -> str:
+def merge(stage_dir: Path, identity: Mapping[str, Any], recipe_name: str) -> str:
     """Merge when every shard has finished; returns one line that says what happened.
 
     Raises UserError naming a file that changed since its shard wrote it, and RuntimeError when counts
@@ -186,10 +214,10 @@ def merge(stage_dir: Path, identity: Mapping[str, Any], cfg: Config, recipe_name
         listed = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         return f"{len(reports)} of {shards} shards are finished; still to run: {listed}"
     _check_files(stage_dir, reports)
-    hungry = _hand_on(stage_dir, reports)
-    if hungry:
-        return f"unused budget was handed to shards {', '.join(map(str, hungry))}: run them again"
-    counts = merged_counts(reports)
+    fed = _hand_on(stage_dir, identity, reports)
+    if fed:
+        return f"unused budget was handed to shards {', '.join(map(str, fed))}: run them again"
+    counts = merged_counts(reports, current_quotas(stage_dir, identity))
     rejects = stage_dir / "rejects.jsonl"
     atomic_write(rejects, b"".join(rejects_path(stage_dir, report.shard).read_bytes() for report in reports))
     write_manifest(
@@ -205,7 +233,6 @@ def merge(stage_dir: Path, identity: Mapping[str, Any], cfg: Config, recipe_name
 
 
 def _check_files(stage_dir: Path, reports: list[ShardReport]) -> None:
-    rounds = {report.round for report in reports}
     for report in reports:
         for path, written in (
             (stage_dir / f"samples-{report.shard:05d}.parquet", report.samples_sha256),
@@ -216,51 +243,48 @@ def _check_files(stage_dir: Path, reports: list[ShardReport]) -> None:
                     f"{path} is missing or was changed after shard {report.shard} wrote it. Delete it and "
                     f"{report_path(stage_dir, report.shard)}, and run the shard again."
                 )
-        if report.kept_tokens > report.quota:
-            raise RuntimeError(f"shard {report.shard} kept {report.kept_tokens} tokens of {report.quota} ({rounds})")
 
 
-def _hand_on(stage_dir: Path, reports: list[ShardReport]) -> list[int]:
-    """Give the unused budget of all shards to those that ran out, if it suffices for another answer.
+def _hand_on(stage_dir: Path, identity: Mapping[str, Any], reports: list[ShardReport]) -> list[int]:
+    """Give the unused budget of all shards to those that ran out, if it suffices for another conversation.
 
-    The new quotas sum to the old ones. Shards that get more lose their report, so they run again.
+    The new quotas sum to the old ones. Returns the shards that have more now. Repeating it changes nothing.
     """
-    hungry = [report for report in reports if ShardCounts(**report.counts).unstarted]
+    hungry = [report for report in reports if report.counts["unstarted"]]
     if not hungry or len(reports) == 1:
         return []
-    need = min(ShardCounts(**report.counts).next_reservation for report in hungry)
-    kept = _redistributed([(r.quota, r.kept_tokens) for r in reports], [r in hungry for r in reports])
-    limited = [r.generated_quota for r in reports if r.generated_quota is not None]
-    generated: list[int | None] = [None] * len(reports)
-    if limited:
-        pairs = [(r.generated_quota or 0, r.generated_tokens) for r in reports]
-        generated = [*_redistributed(pairs, [r in hungry for r in reports])]
-    fed = [
-        r
-        for r in hungry
-        if kept[r.shard] - r.kept_tokens >= need
-        and (generated[r.shard] is None or int(generated[r.shard] or 0) - r.generated_tokens >= need)
-    ]
-    if not fed:
+    quotas = current_quotas(stage_dir, identity)
+    kept_pool = sum(quotas.kept) - sum(report.kept_tokens for report in reports)
+    limits = [quota for quota in quotas.generated if quota is not None]
+    generated_pool = sum(limits) - sum(report.generated_tokens for report in reports) if limits else None
+    hungry.sort(key=lambda report: report.counts["next_reservation"])
+    while hungry:
+        need = max(report.counts["next_reservation"] for report in hungry)
+        if min(kept_pool, kept_pool if generated_pool is None else generated_pool) // len(hungry) >= need:
+            break
+        hungry.pop()  # too little for all of them: the last waits for what the others leave
+    if not hungry:
         return []
-    current_round = max(report.round for report in reports) + 1
-    atomic_json(stage_dir / QUOTAS, {"round": current_round, "kept": kept, "generated": generated})
-    for report in fed:
-        report_path(stage_dir, report.shard).unlink(missing_ok=True)
-    return [report.shard for report in fed]
+    fed = [report.shard for report in hungry]
+    kept = _handed([report.kept_tokens for report in reports], kept_pool, fed)
+    generated: list[int] | list[None] = [None] * len(reports)
+    if generated_pool is not None:
+        generated = _handed([report.generated_tokens for report in reports], generated_pool, fed)
+    extent = identity["extent"]
+    of = [extent["budget_tokens"], extent["budget_generated_tokens"]]
+    atomic_json(stage_dir / QUOTAS, {"kept": kept, "generated": generated, "of": of})
+    return sorted(fed)
 
 
-def _redistributed(quota_and_used: list[tuple[int, int]], hungry: list[bool]) -> list[int]:
-    """Quotas with the same sum: everyone keeps what is used, the rest goes to the hungry in equal parts."""
-    pool = sum(quota - used for quota, used in quota_and_used)
-    takers = [number for number, takes in enumerate(hungry) if takes]
-    result = [used for _, used in quota_and_used]
-    for place, number in enumerate(takers):
-        result[number] += pool // len(takers) + (place < pool % len(takers))
-    return result
+def _handed(used: list[int], pool: int, fed: list[int]) -> list[int]:
+    """What every shard has used, and to those in ``fed`` equal parts of the pool."""
+    quotas = list(used)
+    for place, shard in enumerate(fed):
+        quotas[shard] += pool // len(fed) + (place < pool % len(fed))
+    return quotas
 
 
-def merged_counts(reports: list[ShardReport]) -> dict[str, Any]:
+def merged_counts(reports: list[ShardReport], quotas: Quotas) -> dict[str, Any]:
     """Sums over shards; ``turns = samples + rejected + unstarted`` holds again."""
     counts = [ShardCounts(**report.counts) for report in reports]
     reasons: dict[str, int] = {}
@@ -282,8 +306,10 @@ def merged_counts(reports: list[ShardReport]) -> dict[str, Any]:
         "generated_tokens": sum(report.generated_tokens for report in reports),
         "truncated": sum(report.truncated for report in reports),
         "answer_tokens_by_domain": dict(sorted(domains.items())),
-        "budget_tokens": sum(report.quota for report in reports),
+        "budget_tokens": sum(quotas.kept),
     }
+    if merged["answer_tokens"] > merged["budget_tokens"]:
+        raise RuntimeError(f"the budget was exceeded: {merged}")
     if merged["turns"] != merged["samples"] + merged["rejected"] + merged["unstarted"]:
         raise RuntimeError(f"counts in and counts out differ: {merged}")
     return merged

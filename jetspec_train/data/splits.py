@@ -33,9 +33,10 @@ def fraction(key: str) -> float:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
 
 
-def split_of(prompt_hash: str, shares: Mapping[str, float] | None = None) -> str:
+def split_of(prompt_hash: str, shares: Mapping[str, float] | None = None, *, measured: bool = True) -> str:
     """The split of a prompt, from ``content_hash`` and the recipe's shares (they sum to 1).
 
+    ``measured`` False: for sources that are not reported on, what was meant for the report goes to training.
     The hash is used with its own salt, so that a shard chosen from the same hash is independent of it.
     """
     shares = DEFAULT_SHARES if shares is None else shares
@@ -44,19 +45,8 @@ def split_of(prompt_hash: str, shares: Mapping[str, float] | None = None) -> str
     for split in SPLITS:
         total += shares.get(split, 0.0)
         if place < total:
-            return split
+            return split if measured or split != "report" else "train"
     return "train"  # only rounding of the sum brings us here
-
-
-def without_report(shares: Mapping[str, float]) -> dict[str, float]:
-    """Shares for a source that is never measured: what was meant for the report goes to training.
-
-    The report's share is the last interval, so every other prompt keeps its split.
-    """
-    changed = {split: shares.get(split, 0.0) for split in SPLITS}
-    changed["train"] += changed["report"]
-    changed["report"] = 0.0
-    return changed
 
 
 def held_out_templates(templates: Sequence[str], share: float) -> frozenset[str]:

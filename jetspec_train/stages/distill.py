@@ -84,7 +84,7 @@ def run(cfg: Config) -> None:
             # parts and the merged file lie side by side for a moment
             require_free_space(stage_dir, 2 * _disk_bytes(cfg, expected, characters // shards), "Distillation")
             _run_shard(cfg, recipe, target, identity, stage_dir, shard, shards, counts)
-    print(f"distill: {shard_files.merge(stage_dir, identity, cfg, recipe.name)}")
+    print(f"distill: {shard_files.merge(stage_dir, identity, recipe.name)}")
 
 
 def stage_dir_of(cfg: Config) -> Path:
@@ -111,8 +111,8 @@ def _read_recipe(cfg: Config, recipe: Recipe) -> tuple[PromptCounts, int]:
     if share > cfg.distill.max_reject_share:
         raise UserError(
             f"{counts.bad} of {counts.rows} rows of the recipe {recipe.name} are bad "
-            f"({_reasons(counts.by_reason)}), more than distill.max_reject_share={cfg.distill.max_reject_share}. Check its "
-            "columns."
+            f"({_reasons(counts.by_reason)}), more than distill.max_reject_share="
+            f"{cfg.distill.max_reject_share}. Check its columns."
         )
     if counts.prompts == 0:
         raise UserError(
@@ -142,8 +142,8 @@ def _run_shard(
 
     clock = _Clock(stage_dir / "parts" / f"shard-{shard:05d}" / "seconds.json")
     journal = Journal(stage_dir, shard)
-    kept_quota, generated_quota, quota_round = shard_files.quotas(stage_dir, cfg, shard, shards)
-    ledger = Ledger(kept_quota, generated_quota)
+    quotas = shard_files.current_quotas(stage_dir, identity)
+    ledger = Ledger(quotas.kept[shard], quotas.generated[shard])
     if not journal.done:
         require_room(ledger, cfg.distill.max_new_tokens)
     work = Shard(
@@ -177,9 +177,8 @@ def _run_shard(
             shard=shard,
             shards=shards,
             identity_hash=shard_files.stable_hash(identity),
-            round=quota_round,
-            quota=kept_quota,
-            generated_quota=generated_quota,
+            quota=ledger.kept_quota,
+            generated_quota=ledger.generated_quota,
             kept_tokens=journal.tally.kept_tokens,
             generated_tokens=journal.tally.generated_tokens,
             truncated=journal.tally.truncated_rows,

@@ -34,7 +34,7 @@ LayerContext = tuple[Tensor, Tensor]  # keys and values of one layer, each [B, J
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in fp32, in the dtype of its input."""
+    """Root-mean-square norm over the last axis, computed in at least fp32, in the dtype of its input."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+        return (wide * self.weight).to(x.dtype)
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:

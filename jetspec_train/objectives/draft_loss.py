@@ -194,7 +194,7 @@ class _ChunkedLoss(torch.autograd.Function):
             each = each + mix.l1 * out["l1"]
         if mix.kl:
             each = each + mix.kl * out["kl"]
-        return (each.double() * plan.weights_M).sum().div(plan.total_weight).float()
+        return (each.double() * plan.weights_M).sum().div(plan.total_weight).to(each.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

@@ -22,6 +22,7 @@ from jetspec_train.targets.chat import ChatTokenizer
 from jetspec_train.targets.families import text_config, usable_positions
 from jetspec_train.targets.inspection import inspect_model, scaled_logits
 from jetspec_train.targets.masks import TreeMask
+from jetspec_train.targets.packing import PackedLinear, can_pack, pack_linears, unpack_linears
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,13 @@ class Target:
         self._plan = AttentionPlan()
         for module in facts.attention_modules:
             setattr(module, PLAN_ATTRIBUTE, self._plan)
+        self._packed_head: PackedLinear | None = None
         self._distinct_windows = sorted(set(facts.windows), key=lambda window: window or 0)
         # The decoder insists on a mask argument; ours reach attention through the plan, so it gets a placeholder.
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         self._hooks: dict[int, Any] = {}
         self._tapped: dict[int, torch.Tensor] = {}
+        self._pack()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for ``batch`` rows of at first ``capacity`` tokens each (it grows when needed)."""
@@ -181,12 +184,35 @@ class Target:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] after the final norm -> [..., V], soft cap and scaling included. Gradients reach ``hidden``."""
+        if self._packed_head is not None and not (torch.is_grad_enabled() and hidden.requires_grad):
+            return scaled_logits(self.config, self._packed_head(hidden))
         return scaled_logits(self.config, self.head(hidden))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., D] as the first layer sees them (Gemma scales its embeddings)."""
         embedded = self.embedding(tokens.to(self.device))
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        """Lay the frozen weights out for the CPU, one layer on trial: a family may read its weights in its own way."""
+        if not can_pack(self.head.weight):
+            return
+        tokens_BN = torch.tensor([[1, 2, 3]]) % self.vocab_size
+        before = self.forward(tokens_BN, cache=self.new_cache(1, 3)).hidden_BND.float()
+        trial = pack_linears(self._facts.layers[0])
+        try:
+            after = self.forward(tokens_BN, cache=self.new_cache(1, 3)).hidden_BND.float()
+            same = torch.allclose(before, after, atol=0.05 * float(before.abs().max()), rtol=0.05)
+        except (AttributeError, RuntimeError):
+            same = False
+        if not same:
+            unpack_linears(trial)
+            return
+        del trial
+        for layer in self._facts.layers[1:]:
+            pack_linears(layer)  # one after another, so that plain and packed weights exist twice for one layer only
+        self._packed_head = PackedLinear(self.head.weight, self.head.bias)
 
     def _positions(self, lengths: Sequence[int], new: int, mask: TreeMask | None) -> torch.Tensor:
         if mask is not None:

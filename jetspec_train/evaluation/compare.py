@@ -14,7 +14,7 @@ import numpy as np
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.evaluation.report import format_number, text_table
-from jetspec_train.evaluation.statistics import interval_of, resample_weights
+from jetspec_train.evaluation.statistics import interval_of, resample
 
 SCHEMA_VERSION = 1
 
@@ -99,12 +99,12 @@ def _row(
     for index, report in enumerate((first, second)):
         records = [pair[index] for pair in pairs]
         sides.append((_sums(records, report["baseline"]), _sums(records, report["main"])))
-    weights = resample_weights([pair[0]["domain"] for pair in pairs], draws, seed)
+    weights, degrees = resample([pair[0]["domain"] for pair in pairs], draws, seed)
     once = np.ones((1, len(pairs)))
     values = [_finite(_measure(measure, *side, once)[0]) for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
         samples = _measure(measure, *sides[1], weights) / _measure(measure, *sides[0], weights)
-    low, high = interval_of(samples, len(pairs))
+    low, high = interval_of(samples, degrees)
     if low is None or high is None:
         verdict = "too few prompts to tell"
     else:

@@ -125,16 +125,25 @@ def test_pairing_removes_what_differs_between_prompts() -> None:
     assert estimate.interval == pytest.approx([2.0, 2.0])
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize(("domains", "each"), [(1, 10), (6, 3)])
+def test_interval_covers_the_truth_about_as_often_as_it_says(domains: int, each: int) -> None:
     random = np.random.default_rng(1)
-    hits = 0
-    for trial in range(300):
-        forwards = random.integers(10, 30, size=10)
-        tokens = random.poisson(2.0 * forwards)
-        estimate = ratio_of_sums(tokens, forwards, draws=400, seed=trial)
+    strata = [domain for domain in range(domains) for _ in range(each)]
+    means = 1.5 + np.array(strata) / 2  # domains differ far more than prompts of one domain do
+    truth = float(means.mean())
+    hits, trials = 0, 400
+    for trial in range(trials):
+        forwards = np.full(len(strata), 20.0)
+        tokens = random.poisson(means * forwards)
+        estimate = ratio_of_sums(tokens, forwards, strata=strata, draws=400, seed=trial)
         assert estimate.low is not None and estimate.high is not None
-        hits += estimate.low <= 2.0 <= estimate.high
-    assert 0.90 <= hits / 300 <= 0.99
+        hits += estimate.low <= truth <= estimate.high
+    assert 0.91 <= hits / trials <= 0.98
+
+
+def test_single_prompts_of_many_domains_still_have_an_honest_interval() -> None:
+    estimate = ratio_of_sums([10.0, 20.0, 30.0, 40.0], [10.0] * 4, strata=list("abcd"))
+    assert estimate.interval is not None and estimate.interval[0] < 2.0 and estimate.interval[1] > 3.0
 
 
 def test_one_prompt_has_no_interval_and_none_no_value() -> None:

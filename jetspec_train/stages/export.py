@@ -255,25 +255,14 @@ def export_other_forms(
     forms = [form for form in cfg.export.formats if form != "bundle"]
     if not forms:
         return []
-    from jetspec_train.artifacts.foreign import Draft, TargetFacts, export_forms
+    from jetspec_train.artifacts.foreign import Draft, export_forms
+    from jetspec_train.decoding.foreign import target_facts
 
-    config = target.config
-    facts = TargetFacts(
-        name=cfg.export.target_name or target.identity.name,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_layers=target.num_layers,
-        architecture=(getattr(config, "architectures", None) or [type(target.model).__name__])[0],
-        max_positions=target.max_positions,
-        embedding_scale=float(getattr(target, "embedding_scale", 1.0)),
-        logit_softcap=getattr(config, "final_logit_softcapping", None),
-        logit_scale=float(getattr(config, "logit_scale", None) or 1.0),
-    )
     done = export_forms(
-        Draft(kind="block", config=draft, tensors=weights, provenance=dict(meta["provenance"])),
+        Draft(kind="block", config=draft, tensors=weights, provenance=dict(meta)),
         forms,
         folder,
-        facts,
+        target_facts(target, cfg.export.target_name),
         lambda: {
             "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().cpu(),
             "lm_head.weight": target.model.get_output_embeddings().weight.detach().cpu(),

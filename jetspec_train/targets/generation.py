@@ -181,13 +181,16 @@ def _extend(
     positions = [len(completion.request.tokens) + len(completion.tokens) for completion in completions]
     rows = [completion.request.row for completion in completions]
     chosen_B = choose(logits_BV, sampling, seed, rows, positions, histories)
-    logprobs_BV = logits_BV.log_softmax(-1)
-    entropy_B = -(logprobs_BV.exp() * logprobs_BV.clamp_min(-1e4)).sum(-1)
-    best_B2 = logprobs_BV.topk(2, dim=-1).values
+    normaliser_B = logits_BV.logsumexp(-1)
+    best_B2 = logits_BV.topk(2, dim=-1).values
+    chosen_logit_B = logits_BV.gather(1, chosen_B[:, None])[:, 0]
+    # H = log Z - sum p * logit; a full matrix of log-probabilities is not needed.
+    probability_BV = (logits_BV - normaliser_B[:, None]).exp_()
+    entropy_B = normaliser_B - torch.linalg.vecdot(probability_BV, logits_BV)
     numbers = torch.stack(
         [
             chosen_B.double(),
-            logprobs_BV.gather(1, chosen_B[:, None])[:, 0].double(),
+            (chosen_logit_B - normaliser_B).double(),
             entropy_B.double(),
             (best_B2[:, 0] - best_B2[:, 1]).double(),
         ],

@@ -6,7 +6,7 @@ time and their weights are recomputed in the backward pass, so that no [A*K, T] 
 chunk (with an explicit softmax over all of them a layer would keep H * A * K * (T + K) numbers).
 
 Shapes: B rows, H query heads, J key/value heads, G = H/J, A blocks (a: of one chunk), K slots,
-T context columns, D head size.
+T context columns, N own keys per block (= K where slots attend to each other), D head size.
 """
 
 from __future__ import annotations
@@ -30,59 +30,69 @@ def block_attention(
     q_BHAKD: Tensor,
     k_context_BJTD: Tensor,
     v_context_BJTD: Tensor,
-    k_block_BJAKD: Tensor,
-    v_block_BJAKD: Tensor,
+    k_block_BJAND: Tensor,
+    v_block_BJAND: Tensor,
     context_mask_BAT: Tensor | None,
     *,
     causal: bool,
+    own_mask_BAKN: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention over context and own block, [B, H, A, K, D].
 
     ``context_mask_BAT``: the context columns each block sees; None: all. A block without context
-    (all False) attends to itself alone, so that no row is ever empty. ``causal``: slot k sees slots
-    0..k of its block, else all K.
+    (all False) attends to its own keys alone, so a block needs one or the other. ``causal`` (N = K only):
+    slot k sees own keys 0..k, else all N. ``own_mask_BAKN``: the own keys each slot sees instead (a tree's
+    ancestors); it needs at least one.
     """
     return _BlockAttention.apply(
-        q_BHAKD, k_context_BJTD, v_context_BJTD, k_block_BJAKD, v_block_BJAKD, context_mask_BAT, causal
+        q_BHAKD, k_context_BJTD, v_context_BJTD, k_block_BJAND, v_block_BJAND, context_mask_BAT, causal, own_mask_BAKN
     )
 
 
 def block_attention_weights(
-    q_BHAKD: Tensor, k_context_BJTD: Tensor, k_block_BJAKD: Tensor, context_mask_BAT: Tensor | None, *, causal: bool
+    q_BHAKD: Tensor, k_context_BJTD: Tensor, k_block_BJAND: Tensor, context_mask_BAT: Tensor | None, *, causal: bool
 ) -> Tensor:
-    """The weights that ``block_attention`` mixes values with: [B, H, A, K, T + K], context columns first."""
+    """The weights that ``block_attention`` mixes values with: [B, H, A, K, T + N], context columns first."""
     B, H, A, K, _ = q_BHAKD.shape
-    weights = _weights(q_BHAKD, k_context_BJTD, k_block_BJAKD, context_mask_BAT, causal)
+    weights = _weights(q_BHAKD, k_context_BJTD, k_block_BJAND, context_mask_BAT, causal)
     return weights.reshape(B, H, A, K, -1)
 
 
 def _weights(
-    q_BHaKD: Tensor, k_context_BJTD: Tensor, k_block_BJaKD: Tensor, context_mask_BaT: Tensor | None, causal: bool
+    q_BHaKD: Tensor,
+    k_context_BJTD: Tensor,
+    k_block_BJaND: Tensor,
+    context_mask_BaT: Tensor | None,
+    causal: bool,
+    own_mask_BaKN: Tensor | None = None,
 ) -> Tensor:
-    """[B, J, G, a, K, T + K], softmax in fp32, in the dtype of the queries."""
+    """[B, J, G, a, K, T + N], softmax in fp32, in the dtype of the queries."""
     B, H, a, K, D = q_BHaKD.shape
     J, T = k_context_BJTD.shape[1:3]
+    N = k_block_BJaND.shape[3]
     q_BJGaKD = (q_BHaKD * D**-0.5).reshape(B, J, H // J, a, K, D)
     scores = torch.empty(
-        B, J, H // J, a, K, T + K, device=q_BHaKD.device, dtype=torch.promote_types(q_BHaKD.dtype, torch.float32)
+        B, J, H // J, a, K, T + N, device=q_BHaKD.device, dtype=torch.promote_types(q_BHaKD.dtype, torch.float32)
     )
     context_scores = q_BJGaKD.reshape(B, J, -1, D) @ k_context_BJTD.transpose(-1, -2)
     scores[..., :T] = context_scores.view(B, J, H // J, a, K, T)
-    scores[..., T:] = q_BJGaKD @ k_block_BJaKD.unsqueeze(2).transpose(-1, -2)
+    scores[..., T:] = q_BJGaKD @ k_block_BJaND.unsqueeze(2).transpose(-1, -2)
     if context_mask_BaT is not None:
         scores[..., :T].masked_fill_(~context_mask_BaT[:, None, None, :, None, :], float("-inf"))
     if causal:
         later_KK = torch.ones(K, K, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., T:].masked_fill_(later_KK, float("-inf"))
+    if own_mask_BaKN is not None:
+        scores[..., T:].masked_fill_(~own_mask_BaKN[:, None, None], float("-inf"))
     return torch.softmax(scores, dim=-1).to(q_BHaKD.dtype)
 
 
-def _mix(weights_BJGaKS: Tensor, v_context_BJTD: Tensor, v_block_BJaKD: Tensor) -> Tensor:
+def _mix(weights_BJGaKS: Tensor, v_context_BJTD: Tensor, v_block_BJaND: Tensor) -> Tensor:
     """Weighted values, [B, J, G, a, K, D]."""
     B, J, G, a, K, _ = weights_BJGaKS.shape
     T, D = v_context_BJTD.shape[2:]
     from_context = weights_BJGaKS[..., :T].reshape(B, J, G * a * K, T) @ v_context_BJTD
-    return from_context.view(B, J, G, a, K, D) + weights_BJGaKS[..., T:] @ v_block_BJaKD.unsqueeze(2)
+    return from_context.view(B, J, G, a, K, D) + weights_BJGaKS[..., T:] @ v_block_BJaND.unsqueeze(2)
 
 
 def _chunks(
@@ -121,17 +131,19 @@ class _BlockAttention(torch.autograd.Function):
         v_block: Tensor,
         context_mask: Tensor | None,
         causal: bool,
+        own_mask: Tensor | None,
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         chunks = _chunks(q, k_context, context_mask)
         with torch.autocast(q.device.type, enabled=False):
             for blocks, columns, mask in chunks:
                 query = q[:, :, blocks]
-                weights = _weights(query, k_context[:, :, :columns], k_block[:, :, blocks], mask, causal)
+                own = None if own_mask is None else own_mask[:, blocks]
+                weights = _weights(query, k_context[:, :, :columns], k_block[:, :, blocks], mask, causal, own)
                 mixed = _mix(weights, v_context[:, :, :columns], v_block[:, :, blocks])
                 out[:, :, blocks] = mixed.reshape(query.shape)
         ctx.save_for_backward(q, k_context, v_context, k_block, v_block, out)
-        ctx.chunks, ctx.causal = chunks, causal
+        ctx.chunks, ctx.causal, ctx.own_mask = chunks, causal, own_mask
         return out
 
     @staticmethod
@@ -149,7 +161,8 @@ class _BlockAttention(torch.autograd.Function):
                 own_keys, own_values = k_block[:, :, blocks], v_block[:, :, blocks]
                 shape = (B, J, H // J, own_keys.shape[2], K, D)
                 query, grad = q[:, :, blocks].reshape(shape), grad_out[:, :, blocks].reshape(shape).to(q.dtype)
-                weights = _weights(q[:, :, blocks], keys, own_keys, mask, ctx.causal)
+                own_mask = None if ctx.own_mask is None else ctx.own_mask[:, blocks]
+                weights = _weights(q[:, :, blocks], keys, own_keys, mask, ctx.causal, own_mask)
                 # softmax backward: dS = P * (dP - <dO, O>)
                 mean = (grad.to(wide) * out[:, :, blocks].reshape(shape)).sum(-1, keepdim=True)
                 grad_scores = torch.empty_like(weights, dtype=wide)
@@ -171,6 +184,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_v_context.to(v_context.dtype),
             grad_k_block,
             grad_v_block,
+            None,
             None,
             None,
         )

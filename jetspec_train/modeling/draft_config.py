@@ -29,11 +29,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # DSpark: bidirectional, every slot predicts, conditioned on the parent token ("Markov head").
     "dspark": {"mask": "bidirectional", "layout": "anchor", "parent": "vanilla", "clean_prefix": 0.0},
     "causal_markov": {"mask": "causal", "layout": "anchor", "parent": "vanilla", "clean_prefix": 0.25},
+    # EAGLE-3, arXiv 2503.01840: autoregressive, one layer over three taps (modeling.eagle3).
+    "eagle3": {"kind": "eagle3", "layers": 1, "taps": 3, "clean_prefix": 0.0},
 }
 
 
 def preset_settings(name: str) -> dict[str, Any]:
-    """The ``DraftConfig`` fields that make the one module this published family.
+    """The ``DraftConfig`` fields that make this published family.
 
     Raises ``UserError`` for an unknown name.
     """

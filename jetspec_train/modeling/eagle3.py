@@ -86,9 +86,8 @@ class _Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x_BNw: Tensor, cos: Tensor, sin: Tensor, past: LayerContext | None, mask_BNS: Tensor | None
-    ) -> tuple[Tensor, LayerContext]:
+    def project(self, x_BNw: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, N, D], keys and values [B, J, N, D]; rotary positions applied."""
         B, N = x_BNw.shape[:2]
         queries = linear(x_BNw, self.q_proj).view(B, N, self.heads, self.head_dim)
         keys = linear(x_BNw, self.k_proj).view(B, N, self.kv_heads, self.head_dim)
@@ -96,6 +95,15 @@ class _Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = rotate(queries.transpose(1, 2), cos, sin), rotate(keys.transpose(1, 2), cos, sin)
         values = linear(x_BNw, self.v_proj).view(B, N, self.kv_heads, self.head_dim).transpose(1, 2)
+        return queries, keys, values
+
+    def output(self, mixed_BHND: Tensor) -> Tensor:
+        return linear(mixed_BHND.transpose(1, 2).flatten(2), self.o_proj)
+
+    def forward(
+        self, x_BNw: Tensor, cos: Tensor, sin: Tensor, past: LayerContext | None, mask_BNS: Tensor | None
+    ) -> tuple[Tensor, LayerContext]:
+        queries, keys, values = self.project(x_BNw, cos, sin)
         new = (keys, values)
         if past is not None:
             keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
@@ -104,10 +112,10 @@ class _Attention(nn.Module):
             keys,
             values,
             attn_mask=None if mask_BNS is None else mask_BNS.unsqueeze(1),
-            is_causal=mask_BNS is None and past is None and N > 1,
+            is_causal=mask_BNS is None and past is None and x_BNw.shape[1] > 1,
             enable_gqa=self.heads != self.kv_heads,
         )
-        return linear(mixed.transpose(1, 2).reshape(B, N, -1), self.o_proj), new
+        return self.output(mixed), new
 
 
 class _MLP(nn.Module):
@@ -133,6 +141,18 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(d, config.rms_norm_eps)
         self.mlp = _MLP(config)
 
+    def read(self, embeds_BNd: Tensor, x_BNd: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, what attention reads)."""
+        if not self.first:
+            return x_BNd, self.input_layernorm(x_BNd)
+        normed = self.hidden_norm(x_BNd)
+        joined = torch.cat((self.input_layernorm(embeds_BNd).to(normed.dtype), normed), dim=-1)
+        return normed if self.norm_before_residual else x_BNd, joined
+
+    def finish(self, residual_BNd: Tensor, mixed_BNd: Tensor) -> Tensor:
+        x_BNd = residual_BNd + mixed_BNd
+        return x_BNd + self.mlp(self.post_attention_layernorm(x_BNd))
+
     def forward(
         self,
         embeds_BNd: Tensor,
@@ -142,15 +162,9 @@ class _Layer(nn.Module):
         past: LayerContext | None,
         mask_BNS: Tensor | None,
     ) -> tuple[Tensor, LayerContext]:
-        if self.first:
-            normed = self.hidden_norm(x_BNd)
-            residual = normed if self.norm_before_residual else x_BNd
-            read = torch.cat((self.input_layernorm(embeds_BNd).to(normed.dtype), normed), dim=-1)
-        else:
-            residual, read = x_BNd, self.input_layernorm(x_BNd)
+        residual, read = self.read(embeds_BNd, x_BNd)
         mixed, new = self.self_attn(read, cos, sin, past, mask_BNS)
-        x_BNd = residual + mixed
-        return x_BNd + self.mlp(self.post_attention_layernorm(x_BNd)), new
+        return self.finish(residual, mixed), new
 
 
 class Eagle3Head(nn.Module):

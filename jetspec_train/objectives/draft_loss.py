@@ -81,6 +81,7 @@ class _Plan:
     target_state_MD: Tensor | None
     frozen_logits: Logits | None
     target_logits: Logits | None
+    target_columns_X: Tensor | None
     mix: LossMix
     total_weight: float
     chunk_rows: int
@@ -172,6 +173,10 @@ class _ChunkedLoss(torch.autograd.Function):
             targets = None
             if plan.target_logits is not None and plan.target_state_MD is not None:
                 targets = plan.target_logits(plan.target_state_MD[piece])
+                if plan.target_columns_X is not None:
+                    best_m1 = targets.amax(dim=-1, keepdim=True)
+                    targets = targets[:, plan.target_columns_X]
+                    plan.outcomes["sayable"][piece] = (targets == best_m1).any(dim=-1)
 
             grad_z = _chunk_gradient(frozen, trained, targets, piece, plan)
             if grad_hidden is not None and frozen is not None and leaf is not None:
@@ -215,7 +220,7 @@ def _chunk_gradient(
     logits = frozen.detach() if frozen is not None else trained
     assert logits is not None, "the draft needs frozen or trainable logits"
     count, vocabulary = logits.shape
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(logits.dtype, torch.float32)
     gradient = torch.empty_like(logits)
     step = _cache_rows(vocabulary, logits.device, count)
     for begin in range(0, count, step):
@@ -230,7 +235,7 @@ def _chunk_gradient(
             plan.labels_M[far],
             plan.weights_M[far].to(wide),
             plan.mix,
-            {name: values[far] for name, values in plan.outcomes.items()},
+            {name: values[far] for name, values in plan.outcomes.items() if name != "sayable"},
         )
     return gradient
 
@@ -251,6 +256,7 @@ def draft_loss(
     kl: float = 0.0,
     parent_state_BAKr: Tensor | None = None,
     parent_weight_Vr: Tensor | None = None,
+    target_columns_X: Tensor | None = None,
     chunk_rows: int = 256,
 ) -> DraftLoss:
     """Loss and metrics of the blocks of one micro-step.
@@ -262,13 +268,20 @@ def draft_loss(
     soft-cap. ``total_weight``: W of the whole global batch (``objectives.weights.total_weight``).
     ``clean_BA``: blocks with a clean prefix train but are left out of the acceptance metrics.
 
+    A draft with its own trainable lm_head (EAGLE-3) passes its hidden states as ``parent_state``, its head as
+    ``parent_weight`` and ``draft_logits=None``. With a reduced vocabulary of X tokens it also passes their target
+    ids as ``target_columns`` and labels in draft ids, -1 where the draft cannot say the token: such a slot has no
+    loss but stays in W, and counts as a rejection.
+
     Both sides' states are cast to the dtype of ``target_hidden_BTD`` before their logits.
     Source: METHODS 3; the position weights and mixtures of DSpark and DFlash.
     """
     mix = LossMix(ce, l1, kl)
     A, K = labels_BAK.shape[1:]
-    index_M = (weights_BAK.reshape(-1) > 0).nonzero().squeeze(-1)
-    hidden_Md = hidden_BAKd.flatten(0, 2)[index_M].to(target_hidden_BTD.dtype)
+    index_M = ((weights_BAK > 0) & (labels_BAK >= 0)).reshape(-1).nonzero().squeeze(-1)
+    hidden_Md = None
+    if draft_logits is not None:
+        hidden_Md = hidden_BAKd.flatten(0, 2)[index_M].to(target_hidden_BTD.dtype)
     state_Mr = None if parent_state_BAKr is None else parent_state_BAKr.flatten(0, 2)[index_M]
     target_state_MD = None
     if mix.needs_target:
@@ -277,9 +290,9 @@ def draft_loss(
     weights_M = weights_BAK.reshape(-1)[index_M]
     labels_M = labels_BAK.reshape(-1)[index_M]
 
-    wide = torch.float64 if hidden_Md.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(target_hidden_BTD.dtype, torch.float32)
     outcomes = {
-        "ce": hidden_Md.new_zeros(len(index_M), dtype=wide),
+        "ce": torch.zeros(len(index_M), dtype=wide, device=labels_M.device),
         "correct": torch.zeros_like(labels_M, dtype=torch.bool),
     }
     if mix.needs_target:
@@ -289,18 +302,23 @@ def draft_loss(
         outcomes["l1"] = torch.zeros_like(outcomes["ce"])
     if mix.kl:
         outcomes["kl"] = torch.zeros_like(outcomes["ce"])
+    if target_columns_X is not None and mix.needs_target:
+        outcomes["sayable"] = torch.zeros_like(outcomes["correct"])
     plan = _Plan(
         labels_M=labels_M,
         weights_M=weights_M,
         target_state_MD=target_state_MD,
         frozen_logits=draft_logits,
         target_logits=target_logits if mix.needs_target else None,
+        target_columns_X=target_columns_X,
         mix=mix,
         total_weight=total_weight,
         chunk_rows=max(1, chunk_rows),
         outcomes=outcomes,
     )
     loss = _ChunkedLoss.apply(hidden_Md, state_Mr, parent_weight_Vr, plan)
+    if "sayable" in outcomes:
+        outcomes["matched"] &= outcomes["sayable"]  # the target's own choice lies outside the draft's vocabulary
     slots = SlotOutcomes(
         index_M=index_M,
         correct_M=outcomes["correct"],

@@ -107,7 +107,34 @@ class ObjectiveConfig:
 
 
 @dataclass
+class VerifierSettings:
+    """The network that judges drafted tokens before the target does; trained beside the draft (METHODS 4)."""
+
+    enabled: bool = True
+    mode: str = "match_greedy"  # match_greedy | match_sampled | ratio: the acceptance rule that its heads predict
+    layers: int = 2  # 0: an MLP over a node's own inputs, without attention to path and context
+    share: float = 0.06  # its parameters as a share of the target's; sets intermediate_size where that is None
+    hidden_size: int | None = None  # None: as the draft's
+    heads: int | None = None
+    kv_heads: int | None = None
+    intermediate_size: int | None = None
+    detach: bool = True  # its gradients stop before the draft
+    confidence_weight: float = 1.0
+    correctness_weight: float = 1.0
+    reject_weight: float = 1.0  # of the rejected class; above 1 distorts probabilities, which calibration then undoes
+    siblings: int = 3  # alternatives to the first choice that are judged at each slot
+    sibling_weight: float = 0.5  # of an alternative against a node of the greedy chain
+    blocks: int = 24  # blocks judged per packed sequence, at most (those of held-out documents first)
+    holdout: float = 0.2  # share of the training samples that the draft does not learn from: honest material
+    seen_weight: float = 0.25  # of labels on samples that the draft does learn from, where there are held-out ones
+    negatives: bool = True  # also learn from run_dir/negatives where that stage has finished
+    negatives_share: float = 0.3  # stored negatives against judged blocks, at most
+
+
+@dataclass
 class TrainConfig:
+    only: str | None = None  # draft | verifier (on a frozen draft); None: both in the same step
+    init: str | None = None  # only=verifier: the checkpoint with the frozen draft; None: the best of this run
     tokens: int | None = None  # use at most so many unique supervised tokens
     epochs: float = 4.0
     steps: int | None = None  # overrides epochs
@@ -229,6 +256,7 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

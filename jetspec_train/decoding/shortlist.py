@@ -136,8 +136,8 @@ class ParentTerm:
         return self.w2_Vr @ vector_r
 
     def known(self, parents_P: np.ndarray) -> np.ndarray:
-        """Which parents have a row in the table, bool [P]."""
-        return self._row_of_V[parents_P] >= 0
+        """Which parents have a row in the table, bool [P]; all of them where the term has no table."""
+        return (self._row_of_V[parents_P] >= 0) | (self.successors == 0)
 
     def remember(self, parent: int, bias_V: np.ndarray | None = None) -> None:
         """Fill the table's row of one parent (no effect if it is there, or if the term has no table)."""
@@ -158,10 +158,12 @@ class ParentTerm:
     def table(self, parents_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens [P, M], bias [P, M]) of the parents' successors; the bias of a parent without a row is -inf."""
         rows_P = self._row_of_V[parents_P]
-        if not self._filled:
+        known_P = rows_P >= 0
+        if not known_P.any():
             shape = (len(parents_P), 0)
             return np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
-        bias_PM = np.where(rows_P[:, None] >= 0, self._bias[rows_P], np.float32(-np.inf))
+        bias_PM = self._bias[rows_P]
+        bias_PM[~known_P] = -np.inf
         return self._tokens[rows_P], bias_PM
 
     def bias_bound(self, parent: int, vector_r: np.ndarray) -> tuple[float, float]:

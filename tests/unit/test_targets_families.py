@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from jetspec_train.targets.masks import TreeMask
-from tests.tiny import KINDS, WINDOW, tiny_model, tiny_prompts, tiny_target
+from tests.tiny import FURTHER_KINDS, KINDS, WINDOW, tiny_model, tiny_prompts, tiny_target
 
 CLOSE = dict(atol=2e-4, rtol=2e-4)
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS + FURTHER_KINDS)
 
 
 def oracle_logits(kind: str, tokens: list[int]) -> torch.Tensor:
@@ -56,7 +56,8 @@ def test_taps_and_label_logits_are_those_of_the_model(kind: str) -> None:
     expected = torch.cat([theirs.hidden_states[layer + 1] for layer in taps], dim=-1)
     torch.testing.assert_close(ours.features_BNF, expected, **CLOSE)
     torch.testing.assert_close(target.logits(ours.hidden_BND)[0], oracle_logits(kind, prompt), **CLOSE)
-    torch.testing.assert_close(target.embed(tokens_BN), theirs.hidden_states[0], **CLOSE)
+    if kind != "gpt2":  # its first layer sees positions as well, which no embedding of a token alone can hold
+        torch.testing.assert_close(target.embed(tokens_BN), theirs.hidden_states[0], **CLOSE)
 
 
 @every_kind

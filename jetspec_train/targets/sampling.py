@@ -100,7 +100,7 @@ def choose(
     if is_greedy(sampling):
         if sampling.repetition_penalty != 1.0:
             logits_NV = _penalise(logits_NV.float(), sampling.repetition_penalty, histories)
-        return logits_NV.argmax(-1)
+        return _argmax(logits_NV)
     probability_NV = process_logits(logits_NV, sampling, histories).double().exp()
     uniform_N1 = torch.tensor(
         [[keyed_uniform(seed, row, position)] for row, position in zip(rows, positions)],
@@ -108,6 +108,13 @@ def choose(
         device=logits_NV.device,
     )
     return invert_cdf(probability_NV, uniform_N1)
+
+
+def _argmax(logits_NV: torch.Tensor) -> torch.Tensor:
+    """The lowest id of the highest logit. On a CPU through numpy: torch's bf16 argmax takes ten times as long."""
+    if logits_NV.device.type != "cpu":
+        return logits_NV.argmax(-1)
+    return torch.from_numpy(logits_NV.float().numpy().argmax(-1))
 
 
 def invert_cdf(probability_NV: torch.Tensor, uniform_N1: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,6 @@ class DraftConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     mask_token_id: int | None = None
-    draft_vocab_size: int | None = None  # eagle3: a reduced vocabulary of the most frequent tokens; None: the whole
 
 
 @dataclass

@@ -34,19 +34,20 @@ STEPS = 7  # of the paper's training-time test
 STEP_GAMMA = -1.0 / math.log(0.8)  # exp(-s / gamma) = 0.8^s, the paper's step weights
 
 
-def resolve_eagle3_config(cfg: DraftConfig, hf_config: Any) -> Eagle3Config:
-    """An EAGLE-3 draft for this target: one Llama-shaped layer over three taps unless the user says otherwise.
+def resolve_eagle3_config(cfg: DraftConfig, hf_config: Any, *, draft_vocab_size: int | None = None) -> Eagle3Config:
+    """An EAGLE-3 draft for this target: Llama-shaped layers over the taps of ``cfg`` (preset eagle3: one over three).
+
+    ``draft_vocab_size``: size of a reduced vocabulary (``modeling.vocabulary``), None for the whole.
 
     Raises ``UserError`` on an impossible combination.
     """
     block = resolve_draft_config(
         replace(cfg, parent="none", layout="anchor", mask="causal"), hf_config, mask_token_id=0
     )
-    size = cfg.draft_vocab_size or block.vocab_size
+    size = block.vocab_size if draft_vocab_size is None else draft_vocab_size
     if not 1 <= size <= block.vocab_size:
         raise UserError(
-            f"draft.draft_vocab_size={cfg.draft_vocab_size} must lie between 1 and the target's vocabulary of "
-            f"{block.vocab_size}."
+            f"draft_vocab_size={draft_vocab_size} must lie between 1 and the target's vocabulary of {block.vocab_size}."
         )
     return Eagle3Config(
         layers=block.layers,

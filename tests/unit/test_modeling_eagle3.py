@@ -199,12 +199,12 @@ def test_a_vocabulary_keeps_the_frequent_and_the_fixed_and_translates_both_ways(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_eagle3_draft_is_derived_from_every_target_family(kind: str) -> None:
-    cfg = DraftConfig(**preset_settings("eagle3"), draft_vocab_size=100)
-    config = resolve_eagle3_config(cfg, tiny_config(kind))
+    cfg = DraftConfig(**preset_settings("eagle3"))
+    config = resolve_eagle3_config(cfg, tiny_config(kind), draft_vocab_size=100)
     assert (config.layers, len(config.target_layer_ids), config.draft_vocab_size) == (1, 3, 100)
     assert Eagle3Config.from_dict(config.to_dict()) == config
-    with pytest.raises(UserError, match=r"draft\.draft_vocab_size=301"):
-        resolve_eagle3_config(replace(cfg, draft_vocab_size=301), tiny_config(kind))
+    with pytest.raises(UserError, match="draft_vocab_size=301"):
+        resolve_eagle3_config(cfg, tiny_config(kind), draft_vocab_size=301)
 
 
 def test_initialisation_takes_the_targets_output_rows_and_writes_the_table() -> None:

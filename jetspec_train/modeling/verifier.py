@@ -9,13 +9,15 @@
 It knows nothing of files, samplers or losses. Trainer and decoder build ``NodeInputs`` and call the same functions.
 Logits are of "accepted, given that the path before it was accepted"; ``survival`` multiplies them along the path.
 
-Shapes: B rows, T context columns, M candidate nodes of a row (chain or tree), d / E width of the draft / of the target's
-embeddings, r rank of the parent term, s scalars, w width of the verifier, H / J query and key-value heads, D head size,
-N nodes that exist over all rows, K slots. Where a row holds A blocks (training), M is preceded by an axis A.
+Shapes: B rows, T context columns, M candidate nodes of a row (chain or tree), d / E width of the draft / of the
+target's embeddings, r rank of the parent term, s scalars, w width of the verifier, H / J query and key-value heads,
+D head size, N nodes that exist over all rows, K slots. Where a row holds A blocks (training), M is preceded by an
+axis A.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,18 +49,14 @@ class NodeInputs:
         """The same with an axis of blocks: [B, M, ...] -> [B, 1, M, ...]."""
         if self.positions_BM.dim() == 3:
             return self
-        return NodeInputs(**{f.name: _insert_axis(getattr(self, f.name)) for f in fields(self)})
+        return self._each(lambda x: x.unsqueeze(1))
 
     def detach(self) -> NodeInputs:
-        return NodeInputs(**{f.name: _detach(getattr(self, f.name)) for f in fields(self)})
+        return self._each(lambda x: x.detach())
 
-
-def _insert_axis(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.unsqueeze(1)
-
-
-def _detach(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+    def _each(self, function: Callable[[Tensor], Tensor]) -> NodeInputs:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return NodeInputs(**{name: None if x is None else function(x) for name, x in changed.items()})  # type: ignore[arg-type]
 
 
 class _MLP(nn.Module):
@@ -206,9 +204,7 @@ class Verifier(nn.Module):
         cos, sin = self.rotary(positions_BT)
         return [layer.context_kv(context_BTd, cos, sin) for layer in self.layers]  # type: ignore[operator, union-attr]
 
-    def correctness(
-        self, nodes: NodeInputs, context: list[LayerContext], context_mask: Tensor | None = None
-    ) -> Tensor:
+    def correctness(self, nodes: NodeInputs, context: list[LayerContext], context_mask: Tensor | None = None) -> Tensor:
         """Logits of "the node's token is accepted, given its path was", [B, M] (or [B, A, M]), at least fp32.
 
         ``context``: from ``context_kv``; ``context_mask``: bool, the columns that a row ([B, T]) or block ([B, A, T])

@@ -162,7 +162,7 @@ class TrainConfig:
 @dataclass
 class EngineConfig:
     name: str = "auto"  # auto | torch | deepspeed
-    zero_stage: int = 2
+    zero_stage: int | None = None  # 0-3; None: 2 under DeepSpeed, nothing divided under plain torch
     offload: bool = False
 
 
@@ -179,13 +179,32 @@ class TrackingConfig:
 class DecodingConfig:
     max_new_tokens: int = 256
     drafting: bool = True
-    shape: str = "tree"  # chain | tree
+    shape: str = "tree"  # chain | tree | paths (the `paths` best paths of `depth` tokens, merged into one trie)
     nodes: int = 12  # drafted nodes sent to the target per round (anchor not counted)
+    paths: int = 4  # shape=paths: how many
     shortlist: int = 256  # candidates per depth (at least `nodes` are taken)
     depth: int | None = None  # at most so many slots; None: the draft's block
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     stop: list[str] = field(default_factory=list)
+    # match: drafted tokens that equal the target's own choice are kept. ratio: accept with probability p_t / p_d
+    # (chains sampled from the draft; the same distribution as plain sampling, not the same tokens)
+    rule: str = "match"
+    # Verification controller (METHODS 8). All of it is off by default: see docs/benchmarks.md for where it pays.
+    policy: str = "lossless"  # lossless | trusting (keeps tokens against the target's choice; needs a certificate)
+    stages: int = 0  # slots of a stage at which it decides to defer or to verify, 3..5; 0: no stages
+    max_pending: int | None = None  # tokens that may wait for the target; None: the draft's block - 1; 0: never wait
+    threshold: str = "auto"  # survival that a deferred stage needs, 0..1; auto: 0.85, under trusting at least certified
+    floor: float = 0.1  # trusting: the target's probability that a kept token needs
+    stream_unverified: bool = False  # trusting: hand tokens out before the target has seen them; then there is no floor
+    verifier: bool = True  # judge drafted nodes with the bundle's verifier; false: by the draft's own probabilities
+    prune: float = 0.0  # nodes with a smaller survival are not sent
+    candidates: int | None = None  # nodes drafted and judged, of which at most `nodes` are sent; None: `nodes`
+    scheduler: bool = False  # choose the number of nodes by cost and running pass rate, up to `nodes`
+    utilisation: bool = False  # with the scheduler: its upper bound follows how busy the machine is
+    cache: bool = False  # result cache: n-gram continuations as candidates, states of finished requests as prefixes
+    cache_max_bytes: int = 256_000_000
+    trace: str | None = None  # a file that records every decision as JSON lines
 
 
 @dataclass

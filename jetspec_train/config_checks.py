@@ -14,7 +14,7 @@ from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config_loading import near
 
 if TYPE_CHECKING:
-    from jetspec_train.config import Config
+    from jetspec_train.config import Config, DecodingConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -30,7 +30,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.name": ("auto", "torch", "deepspeed"),
     "tracking.name": ("none", "wandb"),
     "tracking.mode": ("online", "offline"),
-    "decoding.shape": ("chain", "tree"),
+    "decoding.shape": ("chain", "tree", "paths"),
+    "decoding.rule": ("match", "ratio"),
+    "decoding.policy": ("lossless", "trusting"),
     "cluster.name": ("local", "slurm"),
     # lists: every entry must be one of these
     "pipeline": ("distill", "train", "export", "evaluate"),
@@ -107,6 +109,13 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "decoding.shortlist": (("at least", 1),),
     "decoding.depth": (("at least", 1),),
     "decoding.seed": (("at least", 0),),
+    "decoding.paths": (("at least", 1),),
+    "decoding.stages": (("at least", 0),),
+    "decoding.max_pending": (("at least", 0),),
+    "decoding.floor": (("at least", 0), ("at most", 1)),
+    "decoding.prune": (("at least", 0), ("at most", 1)),
+    "decoding.candidates": (("at least", 1),),
+    "decoding.cache_max_bytes": (("at least", 1),),
     "evaluate.prompts": (("at least", 1),),
     "evaluate.max_new_tokens": (("at least", 1),),
     "evaluate.warmup": (("at least", 0),),
@@ -158,6 +167,7 @@ def check(cfg: Config) -> None:
             raise UserError(f"{key}={value}: must be {' and '.join(f'{word} {limit:g}' for word, limit in limits)}.")
     _check_draft(cfg)
     _check_training(cfg)
+    check_decoding(cfg.decoding)
     _check_inputs(cfg)
 
 
@@ -199,6 +209,53 @@ def _check_training(cfg: Config) -> None:
         )
     if train.tokens is not None and train.tokens > cfg.budget.tokens:
         raise UserError(f"train.tokens={train.tokens}: exceeds budget.tokens={cfg.budget.tokens}.")
+
+
+def check_decoding(decoding: DecodingConfig) -> None:
+    """What does not depend on the draft; the rest is refused where the draft is known (decoding.controller)."""
+    threshold = decoding.threshold
+    if threshold != "auto":
+        try:
+            number = float(threshold)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number <= 1:
+            raise UserError(f"decoding.threshold={threshold}: auto, or a number from 0 to 1, is needed.")
+    if decoding.policy == "trusting" and not decoding.stages:
+        raise UserError("decoding.policy=trusting decides stage by stage: set decoding.stages to 3, 4 or 5.")
+    if decoding.stream_unverified and decoding.policy != "trusting":
+        raise UserError("decoding.stream_unverified=true: only decoding.policy=trusting may hand out unverified tokens.")
+    if decoding.candidates is not None and decoding.candidates < decoding.nodes:
+        raise UserError(
+            f"decoding.candidates={decoding.candidates}: at least decoding.nodes={decoding.nodes} must be drafted "
+            "to send that many."
+        )
+    if decoding.utilisation and not decoding.scheduler:
+        raise UserError("decoding.utilisation=true moves the scheduler's upper bound: set decoding.scheduler=true too.")
+    if decoding.rule == "ratio":
+        _check_ratio_rule(decoding)
+
+
+def _check_ratio_rule(decoding: DecodingConfig) -> None:
+    """Under the ratio rule no decision may look at the token that it is about (METHODS 7)."""
+    wrong = [
+        f"decoding.{key}={value}"
+        for key, value, wanted in (
+            ("shape", decoding.shape, "chain"),
+            ("policy", decoding.policy, "lossless"),
+            ("stages", decoding.stages, 0),
+            ("prune", decoding.prune, 0),
+            ("cache", decoding.cache, False),
+        )
+        if value != wanted
+    ]
+    if wrong:
+        raise UserError(
+            f"decoding.rule=ratio does not go with {', '.join(wrong)}: it keeps the target's distribution only for "
+            "chains sampled from the draft whose length was decided without looking at the token in question."
+        )
+    if decoding.sampling.temperature == 0:
+        raise UserError("decoding.rule=ratio needs sampling: set decoding.sampling.temperature above 0.")
 
 
 def _check_inputs(cfg: Config) -> None:

@@ -149,7 +149,7 @@ class TrainConfig:
     clip: float = 1.0
     precision: str = "auto"  # auto | float32 | bfloat16 (autocast, fp32 master weights)
     features: str = "online"  # online | cache (the target's states are computed once and kept on disk)
-    features_folder: str | None = None  # None: run_dir/train/features; a shared one serves several runs on the same data
+    features_folder: str | None = None  # None: run_dir/train/features; a shared one serves several runs on one data set
     features_max_bytes: int = 50_000_000_000  # refuse a larger cache
     eval_every: int = 200  # steps; 0: only at the end
     eval_prompts: int = 12

@@ -211,20 +211,26 @@ def _check_training(cfg: Config) -> None:
         raise UserError(f"train.tokens={train.tokens}: exceeds budget.tokens={cfg.budget.tokens}.")
 
 
+def parse_threshold(text: str) -> float | None:
+    """``decoding.threshold``: "auto" -> None, a number from 0 to 1 -> that number; UserError for anything else."""
+    if text == "auto":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= 1.0:
+        raise UserError(f"decoding.threshold={text}: auto, or a number from 0 to 1, is needed.")
+    return value
+
+
 def check_decoding(decoding: DecodingConfig) -> None:
     """What does not depend on the draft; the rest is refused where the draft is known (decoding.controller)."""
-    threshold = decoding.threshold
-    if threshold != "auto":
-        try:
-            number = float(threshold)
-        except ValueError:
-            number = math.nan
-        if not 0 <= number <= 1:
-            raise UserError(f"decoding.threshold={threshold}: auto, or a number from 0 to 1, is needed.")
+    parse_threshold(decoding.threshold)
     if decoding.policy == "trusting" and not decoding.stages:
         raise UserError("decoding.policy=trusting decides stage by stage: set decoding.stages to 3, 4 or 5.")
     if decoding.stream_unverified and decoding.policy != "trusting":
-        raise UserError("decoding.stream_unverified=true: only decoding.policy=trusting may hand out unverified tokens.")
+        raise UserError("decoding.stream_unverified=true: only decoding.policy=trusting hands out unverified tokens.")
     if decoding.candidates is not None and decoding.candidates < decoding.nodes:
         raise UserError(
             f"decoding.candidates={decoding.candidates}: at least decoding.nodes={decoding.nodes} must be drafted "

@@ -44,6 +44,7 @@ class Row:
     finish_reason: str | None = None
     stop_string: str | None = None
     stats: RoundStats = field(default_factory=RoundStats)
+    streamed: int = 0  # tokens of the next commit that the listener has already been given
 
     @property
     def anchor(self) -> int:
@@ -57,6 +58,19 @@ class Row:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.output)
+
+    def ends_within(self, tokens: Sequence[int]) -> bool:
+        """Whether the output would end at or before the last of these tokens; nothing is changed."""
+        if len(tokens) >= self.remaining or any(token in self.eos_ids for token in tokens):
+            return True
+        if not self.stops.strings:
+            return False
+        text = list(self.output)
+        for token in tokens:
+            text.append(int(token))
+            if self.stops.found(text) is not None:
+                return True
+        return False
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append the tokens up to where the output ends; returns those that were appended."""

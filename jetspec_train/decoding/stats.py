@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -29,7 +29,7 @@ class Stopwatch:
 
     def lap(self, kind: str) -> None:
         now = self._now()
-        self.seconds[kind] += now - self._last
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self._last
         self._last = now
 
     def elapsed(self) -> float:
@@ -49,8 +49,17 @@ class RoundStats:
         emitted: tokens emitted by decode forwards: the prefill's token and everything after a stop excluded.
         drafted_by_depth: [k] rounds in which the slots before k were accepted and the tree had nodes at slot k.
         accepted_by_depth: [k] rounds in which slot k was accepted; emitted tokens only.
-        seconds: by kind - prefill, target, draft, host, total - while this row was in the batch. The rows of a batch
-            share the time: do not add them up.
+        stages, deferred_stages: decisions of the verification controller, and those to defer.
+        checked_stages: deferred stages whose prefix was kept, so that the target's judgement of them means something.
+        passed_stages: those of them that hold the target's own choices throughout.
+        deferred_tokens, kept_tokens: tokens that waited for a coarse forward, and those of them that stayed.
+        overruled_tokens: kept although the target would have chosen another (policy trusting only).
+        stage_forwards: target forwards that verifying every stage at once would have taken for the same stages.
+        verifier_forwards, verifier_failures: judgements, and those that gave no usable number (NaN).
+        cached_nodes, cached_accepted: nodes sent that only the result cache proposed, and those accepted.
+        reused_tokens: prompt tokens whose state came from the result cache.
+        seconds: by kind - prefill, target, draft, host, total, and verifier where one is at work - while this row was
+            in the batch. The rows of a batch share the time: do not add them up.
         first_token_seconds: from the call to the first token.
     """
 
@@ -62,6 +71,19 @@ class RoundStats:
     emitted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    stages: int = 0
+    deferred_stages: int = 0
+    checked_stages: int = 0
+    passed_stages: int = 0
+    deferred_tokens: int = 0
+    kept_tokens: int = 0
+    overruled_tokens: int = 0
+    stage_forwards: int = 0
+    verifier_forwards: int = 0
+    verifier_failures: int = 0
+    cached_nodes: int = 0
+    cached_accepted: int = 0
+    reused_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     first_token_seconds: float = 0.0
 
@@ -75,6 +97,22 @@ class RoundStats:
         if slot >= len(self.drafted_by_depth) or not self.drafted_by_depth[slot]:
             return float("nan")
         return self.accepted_by_depth[slot] / self.drafted_by_depth[slot]
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that were accepted and emitted."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def screening_accuracy(self) -> float:
+        """Share of skipped checks that the target would have passed; nan where none was skipped (METHODS 8)."""
+        return self.passed_stages / self.checked_stages if self.checked_stages else float("nan")
+
+    @property
+    def forwards_saved(self) -> float:
+        """1 - forwards / forwards that verifying every stage would have taken for the same stages; nan without stages.
+        An estimate: the comparison itself is a run with ``max_pending=0``."""
+        return 1.0 - self.target_forwards / self.stage_forwards if self.stage_forwards else float("nan")
 
     def count_round(self, nodes: int, deepest: int, accepted: int, emitted: int) -> None:
         """Book one round: a tree of ``nodes`` nodes and ``deepest`` slots, ``accepted`` nodes on the walk's path,
@@ -97,8 +135,9 @@ class RoundStats:
 def merge_stats(many: list[RoundStats]) -> RoundStats:
     """Counts of several generations added up. Seconds too: meant for generations that ran one after another."""
     total = RoundStats(seconds=dict.fromkeys((*KINDS, "total"), 0.0))
+    counts = [count.name for count in fields(RoundStats) if count.type == "int"]
     for stats in many:
-        for name in ("rounds", "target_forwards", "target_tokens", "draft_forwards", "drafted_tokens", "emitted"):
+        for name in counts:
             setattr(total, name, getattr(total, name) + getattr(stats, name))
         for name in ("drafted_by_depth", "accepted_by_depth"):
             mine, theirs = getattr(total, name), getattr(stats, name)

@@ -21,6 +21,16 @@ from jetspec_train.artifacts.provenance import package_versions
 MANIFEST = "manifest.json"
 
 
+class _Absent:
+    """Stands for a key that one of two settings does not have (None is a value)."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+
+
 @dataclass
 class Manifest:
     """One finished stage. Paths in ``outputs`` are relative to the stage's folder."""
@@ -122,11 +132,10 @@ def verify_outputs(stage_dir: PathLike, manifest: Manifest, *, hashes: bool = Tr
 def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """``{dotted key: (first value, second value)}`` wherever two nested settings differ."""
     left, right = flatten(first), flatten(second)
-    absent = "(absent)"
     return {
-        key: (left.get(key, absent), right.get(key, absent))
+        key: (left.get(key, ABSENT), right.get(key, ABSENT))
         for key in sorted(left.keys() | right.keys())
-        if left.get(key, absent) != right.get(key, absent)
+        if left.get(key, ABSENT) != right.get(key, ABSENT)
     }
 
 

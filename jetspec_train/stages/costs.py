@@ -12,7 +12,7 @@ factor of two or so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ class Facts:
     device: str
     draft_parameters: int
     taps: int
+
+    @property
+    def feature_bytes_per_token(self) -> int:
+        """Taps and post-final-norm state of one token, in bf16."""
+        return (self.taps + 1) * self.hidden_size * 2
 
 
 def facts_of(cfg: Config) -> Facts:
@@ -125,6 +130,22 @@ def _prompts(cfg: Config) -> int | None:
     return sum(1 for _ in iterate_prompts(recipe, tuple(cfg.distill.splits)))
 
 
+def disk_bytes(cfg: Config, facts: Facts) -> dict[str, int]:
+    """Bytes on disk by stage; what depends on an unknown number of tokens is left out."""
+    tokens = answer_tokens(cfg)
+    kept = cfg.train.keep + 3  # beside the newest: the best, the one being written, the bundle
+    needed = {
+        "train": kept * CHECKPOINT_BYTES * facts.draft_parameters,
+        "export": 4 * facts.draft_parameters,
+        "evaluate": 5_000_000,
+    }
+    if tokens is not None:
+        needed["distill"] = tokens * SAMPLE_BYTES_PER_TOKEN
+        if cfg.train.features == "cache":
+            needed["features"] = tokens * facts.feature_bytes_per_token
+    return needed
+
+
 def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) -> dict[str, Any]:
     """Costs by stage: ``{"disk_bytes": {...}, "memory_bytes": {...}, "seconds": {...}, "tokens": ...}``.
 
@@ -135,18 +156,11 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
     width = BYTES[facts.dtype]
     batch, limit = cfg.distill.batch_size, cfg.distill.max_new_tokens
     context = cfg.distill.max_prompt_tokens + limit
-    features_per_token = (facts.taps + 1) * facts.hidden_size * 2
+    features_per_token = facts.feature_bytes_per_token
     rows = cfg.train.sequences * cfg.train.sequence_length // cfg.train.accumulation
     slots = cfg.train.anchors * cfg.draft.block * cfg.train.sequences // cfg.train.accumulation
     chunk = cfg.objective.chunk_anchors * cfg.draft.block * facts.vocab_size
-    kept = cfg.train.keep + 3  # beside the newest: the best, the one being written, the bundle
-    disk = {
-        "distill": (tokens or 0) * SAMPLE_BYTES_PER_TOKEN,
-        "features": (tokens or 0) * features_per_token if cfg.train.features == "cache" else 0,
-        "train": kept * CHECKPOINT_BYTES * facts.draft_parameters,
-        "export": 4 * facts.draft_parameters,
-        "evaluate": 5_000_000,
-    }
+    disk = disk_bytes(cfg, facts)
     weights = facts.parameters * width
     memory = {
         "distill": weights + batch * context * facts.kv_bytes_per_token,
@@ -167,8 +181,6 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
         head_share = facts.vocab_size * facts.hidden_size + facts.draft_parameters
         draft = forward * 4 * slots * head_share / (rows * facts.parameters)  # forward, twice as much backward, labels
         seconds["train"] = steps * cfg.train.accumulation * (forward + draft) * OVERHEAD_OF_TRAINING
-    else:
-        disk.pop("distill")
     domains = len(cfg.evaluate.domains) if cfg.evaluate.domains else 6
     answers = cfg.evaluate.prompts * domains * cfg.evaluate.max_new_tokens * cfg.evaluate.repeats
     seconds["evaluate"] = answers * timed(facts, 1) * OVERHEAD_OF_DECODING * (1.7 + len(cfg.evaluate.baselines))
@@ -252,9 +264,9 @@ def _fastest_seconds(work: Callable[[], None], device: Any) -> float:
     return min(times)
 
 
-def disk_needed(costs: dict[str, Any], run_dir: str | Path) -> int:
+def disk_needed(by_stage: Mapping[str, int], run_dir: str | Path) -> int:
     """Bytes that a whole run still adds below ``run_dir``; what is there already is not counted twice."""
-    total = sum(costs["disk_bytes"].values())
+    total = sum(by_stage.values())
     folder = Path(run_dir)
     there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else 0
     return max(0, total - there)

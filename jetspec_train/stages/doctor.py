@@ -127,7 +127,11 @@ def _disk(cfg: Config) -> Finding:
 def _load(cfg: Config) -> Finding:
     busy = psutil.cpu_percent(interval=0.3)
     if busy > 20:
-        return Finding("other work", NOTE, f"the processor is {busy:.0f} % busy: times below may be too long, and speeds measured now too low")
+        return Finding(
+            "other work",
+            NOTE,
+            f"the processor is {busy:.0f} % busy: times below may be too long, and speeds measured now too low",
+        )
     return Finding("other work", OK, f"the processor is {busy:.0f} % busy")
 
 
@@ -258,7 +262,7 @@ def judge(cfg: Config, costs: dict[str, Any]) -> list[Finding]:
     from jetspec_train.stages.costs import disk_needed
 
     findings = []
-    needed, free = disk_needed(costs, cfg.run_dir), free_bytes(cfg.run_dir)
+    needed, free = disk_needed(costs["disk_bytes"], cfg.run_dir), free_bytes(cfg.run_dir)
     if needed > free:
         text = f"{readable_bytes(needed)} needed, {readable_bytes(free)} free; choose another run_dir"
         findings.append(Finding("disk", PROBLEM, text))

@@ -50,12 +50,25 @@ def help_text() -> str:
     parts += ["presets (each can be changed by further key=value)"]
     parts += [f"  {choice:<11} {text}" for choice, text in described.pop("preset", [])]
     described.pop("stage", None)
+    described["recipe"] += [(n, text) for n, text in recipes() if n not in dict(described["recipe"])]
     parts += ["", "groups"]
     for group, choices in described.items():
-        parts += [f"  {group + '=' + choice:<26} {text}" for choice, text in choices]
+        parts += [
+            f"  {group + '=' + choice:<26} {textwrap.shorten(t, 95, placeholder=' ...')}" for choice, t in choices
+        ]
     parts += ["", EXAMPLES, "keys and their defaults (the groups and presets above change some)"]
     parts += [f"  {line}" for line in _keys()]
     return "\n".join(parts)
+
+
+def recipes() -> list[tuple[str, str]]:
+    """(name, first sentence of its description) of every file in data_recipes/."""
+    found = []
+    for path in sorted(resource_folder("data_recipes").glob("*.yaml")):
+        description = " ".join(str(yaml.safe_load(path.read_text(encoding="utf-8")).get("description", "")).split())
+        sentence = description.split(". ")[0].rstrip(".")
+        found.append((path.stem, sentence))
+    return found
 
 
 def _keys() -> list[str]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jetspec_train.artifacts.files import make_folder, readable_seconds
+from jetspec_train.artifacts.files import make_folder, readable_seconds, require_free_space
 from jetspec_train.config import Config
 from jetspec_train.stages import load_stage
 
@@ -22,8 +22,24 @@ def plan(cfg: Config) -> dict[str, Any]:
     return {name: load_stage(name).plan(dataclasses.replace(cfg, stage=name)) for name in cfg.pipeline}
 
 
+def preflight(cfg: Config) -> None:
+    """Find out now what would otherwise fail hours later; reads configurations only, no weights.
+
+    Raises UserError for a target that cannot be found or is not supported, a draft that does not fit
+    it, a recipe or bundle of the evaluation that does not exist, and a disk too small for the run.
+    """
+    from jetspec_train.stages.costs import disk_bytes, disk_needed, facts_of
+
+    facts = facts_of(cfg)
+    for name in cfg.pipeline:
+        if name != "distill":  # its plan reads the whole recipe, which its run is about to do
+            load_stage(name).plan(dataclasses.replace(cfg, stage=name))
+    require_free_space(cfg.run_dir, disk_needed(disk_bytes(cfg, facts), cfg.run_dir), "The pipeline")
+
+
 def run(cfg: Config) -> None:
     """Run every stage; raises whatever the first failing one raises."""
+    preflight(cfg)
     make_folder(cfg.run_dir)
     for number, name in enumerate(cfg.pipeline, start=1):
         mark = f"[{number}/{len(cfg.pipeline)}] {name}"

@@ -53,7 +53,7 @@ def test_another_configuration_is_refused_with_the_differing_keys(stage):
     with pytest.raises(UserError) as caught:
         is_current(stage, {"draft": {"layers": 3, "block": 8}, "seed": 0, "betas": (0.9, 0.95), "new": 1})
     message = str(caught.value)
-    assert "draft.layers: 2 there, 3 asked" in message and "new: '(absent)' there, 1 asked" in message
+    assert "draft.layers: 2 there, 3 asked" in message and "new: nothing there, 1 asked" in message
     assert "block" not in message and "seed" not in message and "run_dir" in message
 
 

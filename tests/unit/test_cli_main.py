@@ -31,7 +31,15 @@ def stand_in(monkeypatch, run=lambda cfg: None, plan=lambda cfg: {}):
 
 def test_help_names_stages_presets_and_every_key():
     text = help_text()
-    for word in [*stages.STAGES, "quickstart", "gsm8k", "draft=dflash", "exit codes", "train.learning_rate=0.001"]:
+    for word in [
+        *stages.STAGES,
+        "quickstart",
+        "gsm8k",
+        "draft=dflash",
+        "recipe=ultrachat",
+        "exit codes",
+        "train.learning_rate=0.001",
+    ]:
         assert word in text
     assert max(len(line) for line in text.splitlines()) <= 130
 
@@ -151,11 +159,36 @@ def test_the_pipeline_runs_in_order_and_stops_at_the_first_failure(monkeypatch, 
             raise UserError("no checkpoint")
 
     stand_in(monkeypatch, run, lambda cfg: {"of": cfg.stage})
+    monkeypatch.setattr(pipeline, "preflight", lambda cfg: None)
     cfg = Config(run_dir=str(tmp_path), pipeline=["distill", "train", "export", "evaluate"])
     with pytest.raises(UserError, match="no checkpoint"):
         pipeline.run(cfg)
     assert ran == ["distill", "train", "export"]
     assert pipeline.plan(cfg)["evaluate"] == {"of": "evaluate"}
+
+
+def test_what_would_fail_later_fails_before_the_first_stage(monkeypatch, tmp_path):
+    from jetspec_train.artifacts import files
+    from tests.tiny import tiny_target_config
+
+    monkeypatch.setattr(stages.load_stage("distill"), "run", lambda cfg: pytest.fail("started"))
+    cfg = Config(run_dir=str(tmp_path / "run"), target=tiny_target_config())
+    cfg.recipe.prompts, cfg.distill.max_new_tokens = 5, 8
+    cfg.draft.target_layer_ids = [0, 99]
+    with pytest.raises(UserError, match="target_layer_ids"):
+        pipeline.run(cfg)
+    cfg.draft.target_layer_ids = [0, 1]
+    cfg.evaluate.recipes = ["no-such-suite"]
+    with pytest.raises(UserError, match="no-such-suite"):
+        pipeline.run(cfg)
+    cfg.evaluate.recipes = []
+    monkeypatch.setattr(files, "free_bytes", lambda path: 1000)
+    with pytest.raises(UserError, match=r"The pipeline needs about .* but only 1\.0 kB are free"):
+        pipeline.run(cfg)
+    cfg.target.name = str(tmp_path / "absent")
+    with pytest.raises(UserError, match="absent"):
+        pipeline.run(cfg)
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_stage_has_its_module_and_both_functions():

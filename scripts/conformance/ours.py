@@ -27,7 +27,8 @@ QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "A shop sells pens at 2 dollars each. Mia buys 7 and pays with a 20 dollar bill. How much change does she get?",
 )
-NEW_TOKENS = 80
+NEW_TOKENS = 48
+AHEAD = 12  # the last round of a chain looks past the end of the answer
 EAGLE3_TOKENS = 4
 
 
@@ -36,15 +37,15 @@ def main() -> None:
     parser.add_argument("--drafts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", default=TargetConfig().name)
+    parser.add_argument("--prompts", type=int, default=len(QUESTIONS))
     options = parser.parse_args()
     target = load_target(TargetConfig(name=options.target), dtype="float32")
-    prompts = [target.chat.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    prompts = [target.chat.render([{"role": "user", "content": question}]) for question in QUESTIONS[: options.prompts]]
     plain = Decoder(target, None, DecodingConfig(drafting=False))
-    # longer than needed, because the last round of a chain looks past the end
-    texts = [g.tokens for g in plain.generate(prompts, max_new_tokens=NEW_TOKENS + 32)]
-    whole = [i for i, text in enumerate(texts) if len(text) == NEW_TOKENS + 32]
+    texts = [g.tokens for g in plain.generate(prompts, max_new_tokens=NEW_TOKENS + AHEAD)]
+    whole = [i for i, text in enumerate(texts) if len(text) == NEW_TOKENS + AHEAD]
     prompts, texts = [prompts[i] for i in whole], [texts[i] for i in whole]
-    print(f"{len(whole)} of {len(QUESTIONS)} answers are longer than {NEW_TOKENS + 32} tokens and are used")
+    print(f"{len(whole)} of {options.prompts} answers are longer than {NEW_TOKENS + AHEAD} tokens and are used")
     result: dict[str, Any] = {"prompts": prompts, "texts": [text[:NEW_TOKENS] for text in texts], "drafts": {}}
     for folder in sorted(path.parent for path in options.drafts.glob("*/*/config.json")):
         name = f"{folder.parent.name}/{folder.name}"

@@ -275,6 +275,16 @@ def test_more_than_three_taps_of_a_llama_eagle3_are_announced_to_vllm(tmp_path: 
     assert any("assumes 3" in finding.message for finding in lint(folder))
 
 
+def test_a_whole_vocabulary_has_no_table(tmp_path: Path) -> None:
+    folder = export(eagle3(), "eagle3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    from jetspec_train.artifacts.foreign.checkpoint import read_shapes
+
+    shapes = read_shapes(folder)
+    assert "d2t" not in shapes and not list(lint_content(config, shapes))
+    assert any("d2t" in finding.message for finding in lint_content(config, {**shapes, "d2t": (300,), "t2d": (300,)}))
+
+
 def test_a_local_target_name_is_warned_about(tmp_path: Path) -> None:
     folder = export(block("jetspec"), "vllm", tmp_path, target=made.facts(name="/models/target"))
     assert any("hub id" in finding.message for finding in lint(folder) if finding.severity == "warning")

@@ -144,17 +144,13 @@ def from_midlayer(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def vocabulary_tables(config: Mapping[str, Any], tensors: Mapping[str, Tensor], full: bool) -> dict[str, Tensor]:
-    """``d2t`` and ``t2d`` for a form: always when the vocabulary is reduced, and for a whole one if ``full``
-    (SafeAILab's loader has the buffers in any case).
-    """
+def vocabulary_tables(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``d2t`` and ``t2d`` of a reduced vocabulary; nothing for a whole one, with which vLLM refuses the tables."""
     import torch
 
     size = config["vocab_size"]
     if config["draft_vocab_size"] == size:
-        if not full:
-            return {}
-        return {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
+        return {}
     t2d = torch.zeros(size, dtype=torch.bool)
     t2d[ids_from_offsets(tensors["d2t"], size, "the draft")] = True
     return {"d2t": tensors["d2t"].to(torch.int64), "t2d": t2d}

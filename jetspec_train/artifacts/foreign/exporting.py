@@ -182,7 +182,7 @@ def _eagle3_content(
         if config["draft_vocab_size"] != config["vocab_size"]:
             raise UserError("The draft has a reduced vocabulary but no lm_head.weight; it cannot be exported.")
         content |= _copies(target_weights(), ("lm_head.weight",), next(iter(tensors.values())).dtype)
-    content |= eagle3.vocabulary_tables(config, tensors, full=form == "eagle3")
+    content |= eagle3.vocabulary_tables(config, tensors)
     if form == "vllm":
         return eagle3.write_speculators(config, target, dtype, steps=4), content
     return eagle3.write_safeailab(config, target, dtype), {eagle3.to_midlayer(n): t for n, t in content.items()}

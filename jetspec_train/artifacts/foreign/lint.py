@@ -150,7 +150,11 @@ def _eagle3_frame(config: Mapping[str, Any], layers: Mapping[str, Any], shapes: 
 
 def _vocabulary(config: Mapping[str, Any], layers: Mapping[str, Any], shapes: Shapes) -> Iterator[Finding]:
     whole, own = layers.get("vocab_size"), config.get("draft_vocab_size")
-    if own == whole or own is None or whole is None:
+    if own is None or whole is None:
+        return
+    if own == whole:
+        if "d2t" in shapes:
+            yield _error("a d2t table beside a whole vocabulary: vLLM refuses the folder (no such parameter)")
         return
     if "lm_head.weight" not in shapes:
         yield _error("a reduced vocabulary without lm_head.weight loads without an error and drafts garbage")
@@ -205,5 +209,4 @@ def _safeailab(config: Mapping[str, Any], shapes: Shapes) -> Iterator[Finding]:
         yield _error("lm_head.weight is missing: loaders of this form predict with the draft's own head")
     if not any(name.startswith("midlayer.") for name in shapes):
         yield _warning("tensors are not named midlayer.*: SafeAILab's own loader does not find them")
-    if config.get("draft_vocab_size") != config.get("vocab_size"):
-        yield from _vocabulary(config, config, shapes)
+    yield from _vocabulary(config, config, shapes)

@@ -1,7 +1,7 @@
-"""A shard's answers on their way to disk: small Parquet parts first, one sorted file at the end.
+"""A shard's rows on their way to disk: small Parquet parts first, one sorted file at the end.
 
-Every part is whole or absent and holds whole conversations, so after a kill at any instant the answers on
-disk are a set of finished conversations; what is missing is generated again. The compacted file names
+Every part is whole or absent and holds whole units (conversations), so after a kill at any instant the rows on
+disk are a set of finished units; what is missing is made again. The compacted file names
 the parts that it contains, so a kill between writing it and deleting them leaves nothing twice.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,22 +20,43 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.data.samples import (
-    FORMAT,
-    PUBLIC_SCHEMA,
-    ROW_GROUP,
-    SCHEMA,
-    Sample,
-    read_table,
-    sample_table,
-    write_table,
-)
+from jetspec_train.data.samples import FORMAT, ROW_GROUP, SCHEMA, read_table, row_table, write_table
 
 log = logging.getLogger(__name__)
 
 _CONTAINS = b"jetspec.contains_parts"
 _FRESH_DROPPED = "dropped.new.parquet"
-_INDEX = ["id", "order", "answer_tokens", "finish_reason", "reject_reason", "domain"]
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a journal holds, one dataclass instance per row of ``schema``.
+
+    Attributes:
+        format: written into the compacted file, so that a reader knows it.
+        schema: with ``id``, ``order``, ``domain`` and ``reject_reason`` (null for a row that is kept).
+        final: path of the compacted file within the stage's folder; ``{shard}`` stands for its number.
+        tokens: the list column whose length counts against the budget.
+    """
+
+    format: str
+    schema: pa.Schema
+    final: str
+    tokens: str
+
+    @property
+    def public(self) -> pa.Schema:
+        """The columns of the compacted file."""
+        return pa.schema([column for column in self.schema if column.name != "reject_reason"])
+
+    def index_columns(self, path: Path) -> list[str]:
+        """The columns of a file that tell which rows it holds and what they add up to."""
+        present = set(pq.read_schema(path).names)
+        index = ("id", "order", self.tokens, "finish_reason", "reject_reason", "domain")
+        return [name for name in index if name in present]
+
+
+SAMPLES = RowForm(FORMAT, SCHEMA, "samples-{shard:05d}.parquet", "answer_tokens")
 
 
 @dataclass
@@ -64,11 +86,12 @@ class Tally:
 
 
 class Journal:
-    """The answers of one shard of one run directory."""
+    """The rows of one shard of one stage's folder: answers, unless ``form`` says otherwise."""
 
-    def __init__(self, distill_dir: Path, shard: int) -> None:
-        self.parts_dir = distill_dir / "parts" / f"shard-{shard:05d}"
-        self.final = distill_dir / f"samples-{shard:05d}.parquet"
+    def __init__(self, stage_dir: Path, shard: int, form: RowForm = SAMPLES) -> None:
+        self.form = form
+        self.parts_dir = stage_dir / "parts" / f"shard-{shard:05d}"
+        self.final = stage_dir / form.final.format(shard=shard)
         self.dropped = self.parts_dir / "dropped.parquet"  # compacted rows that were not kept
         self.done: set[str] = set()
         self.tally = Tally()
@@ -90,29 +113,29 @@ class Journal:
                 part.unlink()
         self._next = 1 + max((int(name[5:-8]) for name in [*contained, *(p.name for p in self.parts())]), default=-1)
         for path in self._files():
-            self._learn(pq.read_table(path, columns=_index_columns(path)), path)
+            self._learn(pq.read_table(path, columns=self.form.index_columns(path)), path)
 
     def _set_aside_if_damaged(self, path: Path) -> None:
         try:
-            pq.read_table(path, columns=_index_columns(path))
+            pq.read_table(path, columns=self.form.index_columns(path))
         except (pa.ArrowInvalid, OSError, KeyError) as error:
             quarantine = path.with_name(path.name + ".damaged")
             path.replace(quarantine)
-            log.warning(
-                "%s is damaged (%s): set aside as %s, its samples are made again.", path, error, quarantine.name
-            )
+            log.warning("%s is damaged (%s): set aside as %s, its rows are made again.", path, error, quarantine.name)
 
     def _learn(self, table: pa.Table, path: Path) -> None:
         ids = table["id"].to_pylist()
         twice = self.done.intersection(ids)
         if twice or len(set(ids)) != len(ids):
-            raise UserError(f"{path} holds the sample {next(iter(twice), ids[0])} a second time. Delete {path}.")
+            raise UserError(f"{path} holds the row {next(iter(twice), ids[0])} a second time. Delete {path}.")
         self.done.update(ids)
-        lengths = pc.list_value_length(table["answer_tokens"]).to_pylist()
-        reasons = table["reject_reason"].to_pylist() if "reject_reason" in table.column_names else [None] * len(ids)
-        for tokens, finish, reason, domain in zip(
-            lengths, table["finish_reason"].to_pylist(), reasons, table["domain"].to_pylist()
-        ):
+
+        def column(name: str, otherwise: Any) -> list[Any]:
+            return table[name].to_pylist() if name in table.column_names else [otherwise] * len(ids)
+
+        lengths = pc.list_value_length(table[self.form.tokens]).to_pylist()
+        rows = zip(lengths, column("finish_reason", ""), column("reject_reason", None), table["domain"].to_pylist())
+        for tokens, finish, reason, domain in rows:
             self.tally.add(tokens=tokens, finish_reason=finish, reject_reason=reason, domain=domain)
 
     def parts(self) -> list[Path]:
@@ -121,20 +144,21 @@ class Journal:
     def _files(self) -> list[Path]:
         return [path for path in (self.final, self.dropped) if path.exists()] + self.parts()
 
-    def append(self, samples: list[Sample]) -> None:
-        """Write whole conversations as one part. After this returns they survive anything."""
-        if not samples:
+    def append(self, rows: Sequence[Any]) -> None:
+        """Write whole units of work (conversations, groups) as one part. After this returns they survive anything."""
+        if not rows:
             return
+        schema = self.form.schema
         self.parts_dir.mkdir(parents=True, exist_ok=True)
-        write_table(self.parts_dir / f"part-{self._next:08d}.parquet", [sample_table(samples)], SCHEMA)
+        write_table(self.parts_dir / f"part-{self._next:08d}.parquet", [row_table(rows, schema)], schema)
         self._next += 1
-        for sample in samples:
-            self.done.add(sample.id)
+        for row in rows:
+            self.done.add(row.id)
             self.tally.add(
-                tokens=len(sample.answer_tokens),
-                finish_reason=sample.finish_reason,
-                reject_reason=sample.reject_reason,
-                domain=sample.domain,
+                tokens=len(getattr(row, self.form.tokens)),
+                finish_reason=getattr(row, "finish_reason", ""),
+                reject_reason=row.reject_reason,
+                domain=row.domain,
             )
 
     def compact(self) -> None:
@@ -148,29 +172,23 @@ class Journal:
         names = sorted(_contained_parts(self.final) | {part.name for part in parts})
         files = self._files()
         dropped = [table for path in files if path != self.final for table in [_rejected_rows(path)] if table.num_rows]
-        metadata = {b"jetspec.format": FORMAT.encode(), _CONTAINS: json.dumps(names).encode()}
+        metadata = {b"jetspec.format": self.form.format.encode(), _CONTAINS: json.dumps(names).encode()}
         fresh = self.dropped.with_name(_FRESH_DROPPED)
         if dropped:
             self.parts_dir.mkdir(parents=True, exist_ok=True)
-            write_table(fresh, dropped, SCHEMA.with_metadata(metadata))
+            write_table(fresh, dropped, self.form.schema.with_metadata(metadata))
         kept = [path for path in files if path != self.dropped]
-        write_table(self.final, _sorted_groups(kept), PUBLIC_SCHEMA.with_metadata(metadata))
+        write_table(self.final, _sorted_groups(kept, self.form), self.form.public.with_metadata(metadata))
         if dropped:
             fresh.replace(self.dropped)
         for part in parts:
             part.unlink()
 
-    def rejected_samples(self) -> Iterator[dict[str, object]]:
-        """Rows that were generated but not kept (id, source, row, reason)."""
+    def rejected_rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Rows that were made but not kept: their id, these columns, and the reason."""
         for path in self._files():
             if path != self.final:
-                table = _rejected_rows(path).select(["id", "source", "row", "turn", "reject_reason"])
-                yield from table.to_pylist()
-
-
-def _index_columns(path: Path) -> list[str]:
-    present = set(pq.read_schema(path).names)
-    return [name for name in _INDEX if name in present]
+                yield from _rejected_rows(path).select(["id", *columns, "reject_reason"]).to_pylist()
 
 
 def _contained_parts(path: Path) -> set[str]:
@@ -186,15 +204,15 @@ def _rejected_rows(path: Path) -> pa.Table:
     return table.filter(pc.is_valid(table["reject_reason"]))
 
 
-def _sorted_groups(files: list[Path]) -> Iterator[pa.Table]:
-    """Kept rows of all files in the order of generation, a row group at a time.
+def _sorted_groups(files: list[Path], form: RowForm) -> Iterator[pa.Table]:
+    """Kept rows of all files in the order of their ``order``, a row group at a time.
 
     Only (order, file, row) of every row is held in memory. Orders are nearly sorted already, so a few
     recently used files serve each group.
     """
     orders, homes, rows = [], [], []
     for number, path in enumerate(files):
-        table = pq.read_table(path, columns=_index_columns(path))
+        table = pq.read_table(path, columns=form.index_columns(path))
         keep = np.ones(table.num_rows, dtype=bool)
         if "reject_reason" in table.column_names:
             keep = ~pc.is_valid(table["reject_reason"]).to_numpy()
@@ -212,7 +230,7 @@ def _sorted_groups(files: list[Path]) -> Iterator[pa.Table]:
         for number in np.unique(home[chunk]):
             inside = np.flatnonzero(home[chunk] == number)
             if number not in cache:
-                cache[number] = read_table(files[number]).select(PUBLIC_SCHEMA.names).cast(_plain(PUBLIC_SCHEMA))
+                cache[number] = read_table(files[number]).select(form.public.names).cast(_plain(form.public))
             pieces.append(cache[number].take(pa.array(row[chunk][inside])))
             places.append(inside)
         for number in list(cache)[:-8]:

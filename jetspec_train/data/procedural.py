@@ -117,8 +117,8 @@ def _form(word: str, form: str | None) -> str:
 
 
 def _join(parts: Iterable[str]) -> str:
-    """Parts with a blank between them, unless the next one begins on a line of its own."""
+    """Parts with a blank between them, unless the next one begins with a line break or a punctuation mark."""
     text = ""
     for part in parts:
-        text += f" {part}" if text and part and not part.startswith("\n") else part
+        text += f" {part}" if text and part and part[0] not in "\n.,?" else part
     return text.strip()

@@ -56,7 +56,6 @@ SCHEMA = pa.schema(
         ("reject_reason", _LABEL),  # journal only: null for a sample that is kept
     ]
 )
-PUBLIC_SCHEMA = pa.schema([field for field in SCHEMA if field.name != "reject_reason"])
 
 
 @dataclass
@@ -105,10 +104,10 @@ def sample_id(prompt: Prompt, *, turn: int, draw: int, target: Mapping[str, str]
     return stable_hash(content)[:32]
 
 
-def sample_table(samples: Sequence[Sample]) -> pa.Table:
-    """Samples as a table of SCHEMA."""
-    columns = {f.name: pa.array([getattr(sample, f.name) for sample in samples], type=f.type) for f in SCHEMA}
-    return pa.table(columns, schema=SCHEMA)
+def row_table(rows: Sequence[Any], schema: pa.Schema) -> pa.Table:
+    """Dataclass instances as a table of ``schema``; their attributes are its columns."""
+    columns = {f.name: pa.array([getattr(row, f.name) for row in rows], type=f.type) for f in schema}
+    return pa.table(columns, schema=schema)
 
 
 def write_table(path: Path, tables: Iterator[pa.Table] | Sequence[pa.Table], schema: pa.Schema) -> int:

@@ -86,17 +86,17 @@ def distill_identity(
     }
 
 
-def claim_folder(stage_dir: Path, identity: Mapping[str, Any]) -> None:
+def claim_folder(stage_dir: Path, identity: Mapping[str, Any], stage: str = "distill") -> None:
     """Tie the folder to these settings, or let its extent grow; UserError for another configuration."""
     path = stage_dir / IDENTITY
     if not path.exists():
         atomic_json(path, dict(identity))
         return
-    stored = read_json(path, "The distill identity")
+    stored = read_json(path, f"The {stage} identity")
     if stored == json.loads(json.dumps(identity)):
         return
     if not grows(stored, identity):
-        check_identity(stage_dir, stored, identity, "distill")
+        check_identity(stage_dir, stored, identity, stage)
     # More of the same: what is finished stays, reports and manifest no longer describe the whole.
     _grow_quotas(stage_dir, stored, identity)
     for outdated in (stage_dir / "manifest.json", *report_paths(stage_dir)):

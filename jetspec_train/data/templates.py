@@ -123,6 +123,21 @@ MATH = {
 }
 
 EXPLAIN = {
+    "calculation": r"""
+        Explain step by step how to calculate | Show in detail how one computes | Explain to {audience} how to work out
+        {many} + {many2} | {lots} - {many} | {some} x {few} | {many} divided by {few} | {percent} percent of {lots} | the average of {some}, {many} and {few}
+        and check the result. | and give the answer at the end. | with an example about {thing.s}. | and then do the same with {some2} instead of the first number.
+    """,
+    "units": r"""
+        Explain how to convert | How do you convert | Show how one converts
+        {few} hours and {minutes} minutes into minutes | {some} kilometres into metres | {many} centimetres into metres | {few} kilograms into grams | {some} weeks into days
+        and then do the same for {pair} times as much. | for {job.a} at the {place}. | and write down every step. | and explain the rule to {audience}.
+    """,
+    "rule": r"""
+        Explain the order of these numbers: | Describe the pattern of these numbers: | What is the rule behind this sequence:
+        {few}, {some}, {many}, {lots}. | {pair}, {few}, {some}, {some2}, {many}. | {price}, {price2}, {some}, {many}.
+        Say for each number whether it is even or odd. | Compare each number with the one before it. | Then write the numbers in words. | Which one is the largest, and which the smallest?
+    """,
     "how": r"""
         Explain how {topic} works | Please explain {topic} | Describe in simple words how {topic} works | Can you explain the basics of {topic}
         to {audience} | as you would to {audience} | for {audience} in {city} | to {job.a}
@@ -132,10 +147,6 @@ EXPLAIN = {
         Why is {topic} important | Why does {topic} matter | What makes {topic} worth knowing
         for {field}? | for {job.a}? | for {audience}? | for people in {city}? | when you want to {aim}?
         Give {few} reasons. | Name {pair} advantages and {pair2} risks. | Answer in one paragraph of {many} words. | Begin with a short definition. | End with a tip about {field}.
-    """,
-    "difference": r"""
-        What is the difference between {topic} and {topic2}? | Compare {topic} with {topic2}. | How are {topic} and {topic2} related? | Do {topic} and {topic2} have anything in common?
-        Write for {audience}. | Use {few} sentences. | Mention {field}. | Give one example for each. | 
     """,
     "history": r"""
         Tell me about the history of {topic} | Give a short history of {topic} | How did people learn about {topic}
@@ -152,20 +163,10 @@ EXPLAIN = {
         for a talk at the {event}. | for a poster at the {place}. | so that {job.a} can teach it. | for {audience}. | for a lesson on {day}.
         Number the steps. | Use at most {many} words. | Keep each step to one sentence. | Add a warning at the end. | Start with what is needed.
     """,
-    "analogy": r"""
-        Explain {topic} with an analogy | Find a good comparison for {topic} | Use a story to explain {topic}
-        from {field} | about {job.a} and {animal.a} | about a {place} in {city} | about {object.a}
-        and say where it stops being right. | in {few} sentences. | that {audience} would enjoy. | and keep it short.
-    """,
     "question_and_answer": r"""
         Write {pair} questions and answers about {topic} | Make a small quiz with {pair} questions on {topic}
         for {audience} | for a {event} in {city} | for a course on {field}
         with short answers. | and explain every answer. | and begin with an easy one.
-    """,
-    "advice": r"""
-        I want to {aim}. | My goal is to {aim} before {month}. | A {job} told me that I should {aim}.
-        How can knowledge of {topic} help me? | What should I know about {topic} first? | Is {topic} useful for that? Explain.
-        I have {minutes} minutes a day. | I live in {city} and work as a {job2}. | Please answer in {few} sentences. | I am {mood} about it.
     """,
 }
 
@@ -209,15 +210,24 @@ REWRITE = {
 }
 
 LIST = {
+    "numbered": r"""
+        Write these as a numbered list: | Turn this into a numbered list with one item per line: | Make a bullet list of the following:
+        {thing.s}, {food}, {animal.s}, {object}, {thing2.s}, {city}, {job} | {name}, {name2}, {name3}, {name4}, {name5} | {food}, {food2}, {food3}, {thing.s}, {thing2.s}, {object} | {city}, {city2}, {city3}, {animal}, {vehicle}, {place}
+        . | . Add the word {mood} to each. | . Then write the list in reverse order. | . Begin each line with the number {few}.
+    """,
+    "table": r"""
+        Write the multiplication table of {few} | Write the first {some} multiples of {few} | Count from {few} to {some} in steps of {pair} | List the numbers from {some} down to {few}
+        , one per line. | and put the word {thing} after each number. | and say which of them are above {few2}. | , as a list of equations.
+    """,
+    "shopping_list": r"""
+        Make a shopping list from this: | Write this order as a list: | List what {name} has to buy:
+        {few} {thing.s}, {pair} {container.s} of {food} and {some} {thing2.s} for the {event}, and {object.a} for {name2}. | {few} kilograms of {food}, {few2} of {food2}, {pair} {object.s} and {some} {thing.s}. | {pair} {container.s} of {food}, {few} {thing.s} at {price} dollars each and {object.a}.
+        Put the number first. | Number the items. | Add a line with the name of the shop, {place} {city}. |
+    """,
     "things": r"""
         List {few} {quality} {category} | Name {few} {category} that are {quality} | Give me {few} {quality} {category}
         for {audience} | for {job.a} in {city} | for a trip in {month} | for the {event} | for {field}
         with one sentence on each. | and say why. | as a numbered list. | and sort them by price. | and mark your favourite.
-    """,
-    "packing": r"""
-        What should I pack | Make a packing list | Write a checklist
-        for {few} days in {city} in {month} | for a {vehicle} trip to {city} with {animal.a} | for a {event} at the {place}
-        if I want to {aim}? | when the weather is bad? | with at most {some} items? | including {thing.s} and {food}?
     """,
     "meal": r"""
         Suggest {few} meals with {food} and {food2} | What can I cook from {food}, {food2} and {food3} | Write a menu of {few} dishes with {food}
@@ -310,6 +320,26 @@ CODE = {
 }
 
 DIALOGUE = {
+    "order_back": r"""
+        Please repeat my order: | Confirm my order in full sentences: | Write a friendly confirmation of this order:
+        {few} {thing.s}, {pair} {thing2.s} and {object.a}, delivered to {city} on {day}. | {pair} tickets for the {event} in {city} on {day}, and {few} {thing.s}. | a table for {few} people on {day} at the {place}, with {food} and {food2}.
+        My name is {name}. | The name is {name}, and {name2} will pay {many} dollars. | It is for {name}, who arrives by {vehicle}.
+    """,
+    "script": r"""
+        Write a short conversation between {name} and {job.a} at the {place}. | Write a dialogue of {few} lines between {name} and {name2} in {city}. | Write what {name} and the {job} say to each other.
+        {name} wants to buy {few2} {thing.s} for {price} dollars each. | {name} asks for the way to the {place2}. | {name} has lost {object.a} and asks for help. | {name} asks whether the {event} is on {day}.
+        Begin every line with the name of the speaker. | Use very simple sentences. | End with "Thank you, {name}!"
+    """,
+    "form": r"""
+        Answer in full sentences. | Answer each question with one sentence. | Use the words in brackets and answer each question.
+        What is your name? ({name}) Where do you live? ({city}) What is your job? ({job}) | What would you like? ({few} {thing.s}) When? ({day}) How much may it cost? ({many} dollars) | Who is coming? ({name} and {name2}) Where to? (the {place} in {city}) How? (by {vehicle})
+        How do you feel? ({mood}) | Do you like {food}? (yes) | What do you want to do? ({aim})
+    """,
+    "greeting_reply": r"""
+        Hello, my name is {name} and I am {job.a} from {city}. | Good evening! I am {name}, the new {job} at the {place}. | Hi! This is {name} from the {place} in {city}.
+        What is my name, and where do I come from? | Please greet me by my name and repeat what I do. | Write a short welcome message for me with my name in it.
+        I like {food} and {food2}. | I have {few} {animal.s}. | I came by {vehicle} on {day}.
+    """,
     "greeting": r"""
         Hi, I'm {name} from {city}. | Hello! My name is {name} and I work as a {job}. | Good morning, {name} here.
         I feel {mood} today because of {reason}. | I am looking for {quality} {category}. | I just heard about {topic}.
@@ -352,18 +382,6 @@ DIALOGUE = {
         How do I get from the {place} to the {place2} in {city}? | I am at the {place} in {city} and need a {place2}.
         I have {minutes} minutes. | I travel with {few} {container.s}. | I cannot take the {vehicle}.
         Please give simple steps. | What should I ask a {job}? | Is it far?
-    """,
-    "decision": r"""
-        Should I buy {object.a} or {object2.a}? | {name} can become {job.a} or {job2.a}. | We can visit {city} or {city2} in {month}.
-        The budget is {lots} dollars. | It should be {quality}. | We are {few} people and {animal.a}.
-        Help me decide. | What speaks for each? | Ask me {pair} questions first.
-        ---
-        @follow
-    """,
-    "invitation": r"""
-        Invite {name} to a {event} | Write a message to {name} about the {event} | Tell {name} that I cannot come to the {event}
-        on {day} at the {place} | in {city} in {month} | because of {reason}
-        and sound {mood}. | and ask for {food}. | and mention {name2} and the {vehicle}. | in {pair} sentences.
     """,
 }
 

@@ -8,26 +8,23 @@ started again, it answers exactly what is missing; a finished run has nothing to
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.artifacts.files import atomic_json, atomic_write, make_folder, read_json, require_free_space
+from jetspec_train.artifacts.files import atomic_write, make_folder, require_free_space
 from jetspec_train.config import Config
 from jetspec_train.data import shards as shard_files
 from jetspec_train.data.distillation import Shard, sampling_settings
 from jetspec_train.data.ledger import Ledger, require_room
 from jetspec_train.data.prompts import PromptCounts, iterate_prompts
 from jetspec_train.data.recipes import Recipe, load_recipe
+from jetspec_train.data.working import WorkClock, progress
 
 # Measured on greedy answers of a 135M chat model; a plan is an estimate and says so.
 EXPECTED_SHARE_OF_LIMIT = 0.8
-BYTES_PER_ANSWER_TOKEN = 16  # token, log-probability, entropy, margin, text; compressed
+BYTES_PER_ANSWER_TOKEN = 18  # token, log-probability, entropy, margin, text; compressed
 BYTES_PER_PROMPT_CHARACTER = 1.5
 
 
@@ -140,7 +137,7 @@ def _run_shard(
     from jetspec_train.data.journal import Journal
     from jetspec_train.targets.loading import load_target
 
-    clock = _Clock(stage_dir / "parts" / f"shard-{shard:05d}" / "seconds.json")
+    clock = WorkClock(stage_dir / "parts" / f"shard-{shard:05d}" / "seconds.json")
     journal = Journal(stage_dir, shard)
     quotas = shard_files.current_quotas(stage_dir, identity)
     ledger = Ledger(quotas.kept[shard], quotas.generated[shard])
@@ -158,7 +155,7 @@ def _run_shard(
     target = load_target(cfg.target)
     total = read.turns * cfg.distill.samples_per_prompt // shards
     try:
-        with _progress(f"distill {shard}/{shards}", total, len(journal.done)) as report:
+        with progress(f"distill {shard}/{shards}", "answer", total, len(journal.done)) as report:
             work.run(target, report)
     finally:
         clock.save()
@@ -193,7 +190,7 @@ def _run_shard(
 def _write_rejects(stage_dir: Path, shard: int, work: Shard, journal: Any) -> None:
     """All rejects of the shard with their reasons, each once: rows that were unusable, answers not kept."""
     records = [asdict(reject) for reject in work.input_rejects]
-    for row in journal.rejected_samples():
+    for row in journal.rejected_rows(["source", "row"]):
         records.append({"source": row["source"], "row": row["row"], "reason": row["reject_reason"], "id": row["id"]})
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     atomic_write(shard_files.rejects_path(stage_dir, shard), lines.encode("utf-8", "backslashreplace"))
@@ -213,37 +210,3 @@ def _print_summary(cfg: Config, work: Shard, journal: Any, shard: int, shards: i
 
 def _reasons(by_reason: dict[str, int]) -> str:
     return ", ".join(f"{number} {reason}" for reason, number in sorted(by_reason.items()))
-
-
-class _Clock:
-    """Working seconds of a shard, summed over its attempts as well as kills allow."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.before = float(read_json(path, "The clock")["seconds"]) if path.exists() else 0.0
-        self.begun = time.monotonic()
-
-    def save(self) -> float:
-        seconds = self.before + time.monotonic() - self.begun
-        atomic_json(self.path, {"seconds": round(seconds, 3)})
-        return seconds
-
-
-@contextmanager
-def _progress(title: str, total: int, done: int) -> Iterator[Any]:
-    """A bar with answers, tokens/s and time left; in a log file a line every half minute."""
-    from tqdm import tqdm
-
-    live = sys.stderr.isatty()
-    with tqdm(
-        total=total, initial=done, desc=title, unit="answer", mininterval=0.5 if live else 30, dynamic_ncols=live
-    ) as bar:
-        begun, tokens = time.monotonic(), 0
-
-        def report(answers: int, new_tokens: int) -> None:
-            nonlocal tokens
-            tokens += new_tokens
-            bar.set_postfix_str(f"{tokens / max(1e-9, time.monotonic() - begun):.0f} tokens/s", refresh=False)
-            bar.update(answers)
-
-        yield report

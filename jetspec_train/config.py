@@ -131,6 +131,34 @@ class VerifierSettings:
 
 
 @dataclass
+class NegativesConfig:
+    """Which judged paths stage=negatives makes of the samples, and which it keeps (METHODS 6)."""
+
+    kinds: list[str] = field(
+        default_factory=lambda: [
+            "on_policy",  # mined with the draft of bundle=...; without one the training step drafts its own
+            "near_miss",
+            "numeric",
+            "swap",
+            "repeat",
+            "truncate",
+            "stale",
+            "subword",
+        ]
+    )
+    splits: list[str] = field(default_factory=lambda: ["train"])  # of the samples
+    samples: int | None = 2000  # at most so many samples of each split, chosen by their ids; None: all
+    per_sample: int = 8  # paths tried on each
+    near_miss: float = 0.2  # share of the kept paths, at most; the rest is on_policy
+    synthetic: float = 0.1  # share of all other kinds together, at most
+    keep: float = 0.8  # share of the judged paths of a class that is kept, chosen evenly over difficulties
+    positives: float = 0.25  # share of a class that may be paths which the target accepts, the closest calls first
+    batch_size: int = 16  # samples that the target reads at once
+    seed: int = 0
+    examples: int = 4  # of each kind in summary.html
+
+
+@dataclass
 class TrainConfig:
     only: str | None = None  # draft | verifier (on a frozen draft); None: both in the same step
     init: str | None = None  # only=verifier: the checkpoint with the frozen draft; None: the best of this run
@@ -275,6 +303,7 @@ class Config:
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    negatives: NegativesConfig = field(default_factory=NegativesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -35,6 +35,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decoding.policy": ("lossless", "trusting"),
     "cluster.name": ("local", "slurm"),
     # lists: every entry must be one of these
+    "negatives.kinds": ("on_policy", "near_miss", "numeric", "swap", "repeat", "truncate", "stale", "subword"),
+    "negatives.splits": ("train", "dev", "calibrate_fit", "calibrate_certify"),
     "pipeline": ("distill", "train", "export", "evaluate"),
     "export.formats": ("bundle", "vllm", "dflash", "jetspec", "deepspec", "eagle3"),
     "evaluate.baselines": ("generate", "prompt_lookup", "assisted"),
@@ -84,6 +86,15 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "verifier.holdout": (("at least", 0), ("below", 1)),
     "verifier.seen_weight": (("at least", 0),),
     "verifier.negatives_share": (("at least", 0), ("below", 1)),
+    "negatives.samples": (("at least", 1),),
+    "negatives.per_sample": (("at least", 1),),
+    "negatives.near_miss": (("at least", 0), ("at most", 1)),
+    "negatives.synthetic": (("at least", 0), ("at most", 1)),
+    "negatives.keep": (("above", 0), ("at most", 1)),
+    "negatives.positives": (("at least", 0), ("at most", 1)),
+    "negatives.batch_size": (("at least", 1),),
+    "negatives.seed": (("at least", 0),),
+    "negatives.examples": (("at least", 0),),
     "train.tokens": (("at least", 1),),
     "train.epochs": (("above", 0),),
     "train.steps": (("at least", 1),),
@@ -166,6 +177,7 @@ def check(cfg: Config) -> None:
         if value is not None and not all(_HOLDS[word](value, limit) for word, limit in limits):
             raise UserError(f"{key}={value}: must be {' and '.join(f'{word} {limit:g}' for word, limit in limits)}.")
     _check_draft(cfg)
+    _check_negatives(cfg)
     _check_training(cfg)
     check_decoding(cfg.decoding)
     _check_inputs(cfg)
@@ -191,6 +203,18 @@ def _check_draft(cfg: Config) -> None:
     objective = cfg.objective
     if objective.ce + objective.l1 + objective.kl <= 0:
         raise UserError("objective.ce, objective.l1 and objective.kl are all 0: nothing would be trained.")
+
+
+def _check_negatives(cfg: Config) -> None:
+    negatives = cfg.negatives
+    if negatives.near_miss + negatives.synthetic > 1:
+        raise UserError(
+            f"negatives.near_miss={negatives.near_miss} and negatives.synthetic={negatives.synthetic}: shares of one "
+            "mix, together at most 1 (what they leave is on_policy)."
+        )
+    for key, values in (("kinds", negatives.kinds), ("splits", negatives.splits)):
+        if not values or len(set(values)) != len(values):
+            raise UserError(f"negatives.{key}={values}: name at least one, each once.")
 
 
 def _check_training(cfg: Config) -> None:

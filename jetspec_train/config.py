@@ -131,6 +131,22 @@ class VerifierSettings:
 
 
 @dataclass
+class SelectConfig:
+    """Which answers are worth training on. stage=select explains itself in select/summary.html."""
+
+    share: float = 1.0  # of the answer tokens that pass the filters
+    tokens: int | None = None  # at most so many answer tokens
+    # score = sum of weight x rank(signal); the signals are gap, entropy, uncertain, flatness, tokens, repetition
+    weights: dict[str, float] = field(default_factory=lambda: {"gap": 1.0})
+    domain_shares: dict[str, float] = field(default_factory=dict)  # domain -> at most this share of the kept tokens
+    entropy_band: list[float] = field(default_factory=lambda: [0.5, 3.0])  # nats, of the signal "uncertain"
+    min_tokens: int = 4
+    max_tokens: int | None = None
+    max_repetition: float = 0.5  # of the answer's 4-grams
+    duplicate_similarity: float = 0.8  # estimated Jaccard of 5-word shingles; 1: only identical shingles
+
+
+@dataclass
 class NegativesConfig:
     """Which judged paths stage=negatives makes of the samples, and which it keeps (METHODS 6)."""
 
@@ -280,7 +296,32 @@ class DoctorConfig:
 
 @dataclass
 class ClusterConfig:
+    """Where stage=pipeline runs: here, or as jobs of a Slurm cluster (see slurm/README.md)."""
+
     name: str = "local"  # local | slurm
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str = "24:00:00"  # limit of each job; a training that needs longer continues in the next attempt
+    nodes: int = 1  # for training; every other stage runs on one
+    gpus: int = 0  # per node; training uses them all, distill tasks and evaluate one, export none
+    tasks_per_node: int | None = None  # of training; None: one per GPU
+    cpus_per_task: int = 4
+    memory: str | None = None  # per node, as sbatch takes it: 64G
+    distill_tasks: int = 1  # array tasks among which the prompts are divided
+    distill_parallel: int | None = None  # at most so many of them at once
+    modules: list[str] = field(default_factory=list)  # module load ...
+    setup: list[str] = field(
+        default_factory=list
+    )  # shell lines before python: source env/bin/activate, export HF_HOME=...
+    container: str | None = None  # words before python: apptainer exec --nv jetspec.sif
+    python: str | None = None  # None: the interpreter that submits
+    options: list[str] = field(default_factory=list)  # further #SBATCH options: --exclusive
+    signal_seconds: int = 180  # warning before the time limit; at least twice (step + checkpoint) and a minute
+    requeues: int = 50  # attempts after preemptions and time limits
+    hang_minutes: float = 30.0  # a training of which no rank moved for so long is ended and started again; 0: never
+    offline: bool = True  # compute nodes do not reach the hub
 
 
 @dataclass
@@ -303,6 +344,7 @@ class Config:
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    select: SelectConfig = field(default_factory=SelectConfig)
     negatives: NegativesConfig = field(default_factory=NegativesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     # lists: every entry must be one of these
     "negatives.kinds": ("on_policy", "near_miss", "numeric", "swap", "repeat", "truncate", "stale", "subword"),
     "negatives.splits": ("train", "dev", "calibrate_fit", "calibrate_certify"),
-    "pipeline": ("distill", "train", "export", "evaluate"),
+    "pipeline": ("distill", "select", "train", "export", "evaluate"),
     "export.formats": ("bundle", "vllm", "dflash", "jetspec", "deepspec", "eagle3"),
     "evaluate.baselines": ("generate", "prompt_lookup", "assisted"),
 }
@@ -86,6 +86,12 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "verifier.holdout": (("at least", 0), ("below", 1)),
     "verifier.seen_weight": (("at least", 0),),
     "verifier.negatives_share": (("at least", 0), ("below", 1)),
+    "select.share": (("above", 0), ("at most", 1)),
+    "select.tokens": (("at least", 1),),
+    "select.min_tokens": (("at least", 0),),
+    "select.max_tokens": (("at least", 1),),
+    "select.max_repetition": (("at least", 0), ("at most", 1)),
+    "select.duplicate_similarity": (("above", 0), ("at most", 1)),
     "negatives.samples": (("at least", 1),),
     "negatives.per_sample": (("at least", 1),),
     "negatives.near_miss": (("at least", 0), ("at most", 1)),
@@ -115,6 +121,15 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "train.log_every": (("at least", 1),),
     "train.keep": (("at least", 1),),
     "engine.zero_stage": (("at least", 0), ("at most", 3)),
+    "cluster.nodes": (("at least", 1),),
+    "cluster.gpus": (("at least", 0),),
+    "cluster.tasks_per_node": (("at least", 1),),
+    "cluster.cpus_per_task": (("at least", 1),),
+    "cluster.distill_tasks": (("at least", 1),),
+    "cluster.distill_parallel": (("at least", 1),),
+    "cluster.signal_seconds": (("at least", 1),),
+    "cluster.requeues": (("at least", 0),),
+    "cluster.hang_minutes": (("at least", 0),),
     "decoding.max_new_tokens": (("at least", 1),),
     "decoding.nodes": (("at least", 1),),
     "decoding.shortlist": (("at least", 1),),
@@ -177,6 +192,7 @@ def check(cfg: Config) -> None:
         if value is not None and not all(_HOLDS[word](value, limit) for word, limit in limits):
             raise UserError(f"{key}={value}: must be {' and '.join(f'{word} {limit:g}' for word, limit in limits)}.")
     _check_draft(cfg)
+    _check_select(cfg)
     _check_negatives(cfg)
     _check_training(cfg)
     check_decoding(cfg.decoding)
@@ -203,6 +219,22 @@ def _check_draft(cfg: Config) -> None:
     objective = cfg.objective
     if objective.ce + objective.l1 + objective.kl <= 0:
         raise UserError("objective.ce, objective.l1 and objective.kl are all 0: nothing would be trained.")
+
+
+SIGNALS = ("gap", "entropy", "uncertain", "flatness", "tokens", "repetition")  # those of data/value.py
+
+
+def _check_select(cfg: Config) -> None:
+    select = cfg.select
+    for name in select.weights:
+        if name not in SIGNALS:
+            raise UserError(f"select.weights.{name}: no such signal; allowed are {', '.join(SIGNALS)}.")
+    for name, share in select.domain_shares.items():
+        if not 0 <= share <= 1:
+            raise UserError(f"select.domain_shares.{name}={share}: must be at least 0 and at most 1.")
+    band = select.entropy_band
+    if len(band) != 2 or not 0 <= band[0] < band[1]:
+        raise UserError(f"select.entropy_band={band}: two numbers of nats, the lower first, are needed.")
 
 
 def _check_negatives(cfg: Config) -> None:

@@ -13,6 +13,7 @@ from types import ModuleType
 STAGES = {
     "pipeline": "run the stages below that a trained draft needs, in order; finished ones are skipped",
     "distill": "let the target answer the recipe's prompts; writes run_dir/distill/samples-*.parquet",
+    "select": "choose the answers worth training on within the budget; writes run_dir/select/summary.html",
     "train": "train the draft on those answers; writes run_dir/train/checkpoints/",
     "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",
     "evaluate": "measure plain against speculative decoding; writes run_dir/evaluate/report.json and report.html",

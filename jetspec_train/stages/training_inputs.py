@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from jetspec_train.artifacts.errors import UserError
@@ -12,16 +13,21 @@ from jetspec_train.data.packing import PackedSampler
 from jetspec_train.data.prompts import iterate_prompts
 from jetspec_train.data.recipes import load_recipe
 from jetspec_train.data.samples import SampleStore, load_samples
+from jetspec_train.stages.select import selected_ids
 from jetspec_train.targets.target import Target
 from jetspec_train.training.step import TrainBatch
 
 
 def load_data(cfg: Config) -> tuple[SampleStore, int]:
-    """The training samples within ``train.tokens``, and how many were left out by it.
+    """The training samples that stage=select kept (all, if it did not run) within ``train.tokens``, and how many of
+    them that limit left out.
 
     Raises UserError for more unique supervised tokens than ``budget.tokens``.
     """
     everything = load_samples(Path(cfg.run_dir) / "distill", "train")
+    selected = selected_ids(Path(cfg.run_dir))
+    if selected is not None:
+        everything = everything.select(np.flatnonzero([name in selected for name in everything.ids]))
     store = everything if cfg.train.tokens is None else everything.limit_tokens(cfg.train.tokens)
     if not len(store):
         raise UserError(

@@ -77,7 +77,7 @@ class BudgetConfig:
 class DraftConfig:
     """A block draft head; None means "derived from the target's config"."""
 
-    kind: str = "block"  # block (eagle3 and standalone come as further kinds)
+    kind: str = "block"  # block | standalone (a small language model; its settings are in `standalone`)
     preset: str = "causal_markov"
     layers: int = 2
     block: int = 8  # K predictions per block
@@ -290,6 +290,51 @@ class EvaluateConfig:
 
 
 @dataclass
+class AdaptConfig:
+    """stage=adapt: a small adapter (LoRA) that teaches a bundle's draft, and its verifier, another domain.
+
+    Data, packing, batch and optimiser are those of ``train``; what is set here differs from a training.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0  # the adapter's product is scaled by alpha / rank
+    dropout: float = 0.0
+    # linear layers of draft and verifier by the end of their name; the parent term's tables are not adapted
+    modules: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"]
+    )
+    verifier: bool = True  # also adapt the verifier where the bundle has one
+    steps: int = 200
+    learning_rate: float = 1e-3
+    merge: bool = False  # also write a bundle with the adapter built in
+    old_recipe: str | None = None  # what the bundle was trained on, to measure forgetting; None: as the bundle says
+    prompts: int = 8  # per domain, of the report split, for the table before and after
+    max_new_tokens: int = 96
+
+
+@dataclass
+class StandaloneConfig:
+    """draft.kind=standalone: a small language model, distilled on its own drafts (GKD, arXiv 2306.13649)."""
+
+    model: str | None = None  # hub id or folder of the model to start from; it must share the target's tokenizer
+    revision: str | None = None
+    prune_layers: int | None = None  # instead: start from so many of the target's own layers, evenly spread
+    steps: int = 200
+    batch_size: int = 4
+    learning_rate: float = 1e-4
+    warmup: float = 0.05  # share of all steps
+    lmbda: float = 0.5  # share of batches that the draft answers itself (on-policy); the others are the target's answers
+    beta: float = 0.5  # 0: forward KL, 1: reverse KL, between: generalised Jensen-Shannon divergence
+    temperature: float = 0.9  # of the draft's own answers
+    max_new_tokens: int = 64  # of the draft's own answers
+    sequence_length: int = 256  # longer samples are cut
+    lora_rank: int = 0  # 0: all weights are trained
+    lora_alpha: float = 16.0
+    depth: int = 5  # tokens drafted per round
+    save_every: int = 50
+
+
+@dataclass
 class DoctorConfig:
     json: str | None = None  # also write the findings to this file
 
@@ -333,6 +378,7 @@ class Config:
     plan: bool = False
     shard: str = "0/1"
     bundle: str | None = None
+    adapter: str | None = None  # stage=generate and evaluate: an adapter of this bundle (stage=adapt made it)
     prompt: str | None = None
     prompt_file: str | None = None
     reports: list[str] = field(default_factory=list)
@@ -352,6 +398,8 @@ class Config:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     foreign: ForeignConfig = field(default_factory=ForeignConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
+    standalone: StandaloneConfig = field(default_factory=StandaloneConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = "jetspec-train-bundle"
 FORMAT_VERSION = 1
+STANDALONE = "standalone"  # kind of a bundle whose weights are a whole small model; a draft head's says nothing
 BUNDLE, CONFIG, WEIGHTS, CALIBRATION, COSTS, CARD = (
     "bundle.json",
     "config.json",

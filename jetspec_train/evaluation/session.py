@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jetspec_train.artifacts.bundle import Bundle
+from jetspec_train.artifacts.bundle import STANDALONE, Bundle
 from jetspec_train.config import DecodingConfig, EvaluateConfig, TargetConfig
 from jetspec_train.evaluation.benchmark import (
     PLAIN,
@@ -194,7 +194,8 @@ def describe_target(target: Any) -> dict[str, Any]:
 
 def describe_draft(bundle: Bundle, target_parameters: int) -> dict[str, Any]:
     """The report's ``draft``. Every tensor of the bundle's draft is trainable: embedding and head are the target's."""
-    trainable = sum(tensor.numel() for name, tensor in bundle.tensors.items() if name.startswith("draft."))
+    standalone = bundle.meta.get("kind") == STANDALONE  # then every tensor is the draft's, embedding and head too
+    trainable = sum(t.numel() for name, t in bundle.tensors.items() if standalone or name.startswith("draft."))
     architecture = bundle.meta.get("architecture")
     config = bundle.config.get("draft") or {}
     if not isinstance(architecture, str):

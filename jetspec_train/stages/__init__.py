@@ -17,6 +17,7 @@ STAGES = {
     "train": "train the draft on those answers; writes run_dir/train/checkpoints/",
     "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",
     "evaluate": "measure plain against speculative decoding; writes run_dir/evaluate/report.json and report.html",
+    "adapt": "teach a bundle another domain: a small adapter that the decoder swaps; writes run_dir/adapt/",
     "generate": "answer a prompt (prompt=, prompt_file= or standard input) with a bundle, streaming",
     "import": "make a bundle of another project's draft (foreign.path=FOLDER); says what it assumed",
     "compare": "compare evaluation reports: reports=[a.json,b.json]",

@@ -121,6 +121,7 @@ def run_identity(cfg: Config, bundle_path: Path) -> dict[str, Any]:
         "decoding": dataclasses.asdict(cfg.decoding),
         "evaluate": {k: v for k, v in dataclasses.asdict(cfg.evaluate).items() if k not in ("recipes", "bundles")},
         "seed": cfg.seed,
+        **({"adapter": sha256_file(Path(cfg.adapter) / "adapter.json")} if cfg.adapter else {}),
     }
 
 
@@ -137,6 +138,10 @@ def measure(cfg: Config, bundle_path: Path) -> tuple[dict[str, Any], list[Any]]:
     from jetspec_train.evaluation.session import evaluate_bundle
 
     bundle = read_bundle(bundle_path)
+    if cfg.adapter is not None:
+        from jetspec_train.decoding.adapters import adapted_bundle
+
+        bundle = adapted_bundle(bundle, cfg.adapter)
     return evaluate_bundle(
         bundle,
         report_prompts(cfg),

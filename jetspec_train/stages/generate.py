@@ -42,6 +42,8 @@ def run(cfg: Config) -> None:
     from jetspec_train.decoding.decoder import Decoder
 
     decoder = Decoder.from_bundle(bundle, settings=cfg.decoding, target_config=target_for(cfg.target, meta))
+    if cfg.adapter is not None:
+        decoder.load_adapter(cfg.adapter)
     chat = decoder.target.chat
     stream = TextStream(chat.decode, _write, stop=cfg.decoding.stop)
     tokens = chat.render([{"role": "user", "content": prompt}])

@@ -140,6 +140,8 @@ def draft_candidates(
         live_M = (path_R & valid_RK[:, slot]).nonzero().squeeze(-1)
         # A path ends with the text; before the first predicting slot it has not begun.
         path_R &= valid_RK[:, slot] | (valid_RK[:, :slot].sum(-1) == 0)
+        if not len(live_M):
+            continue
         for near_m in live_M.split(chunk_rows):
             states_mD = target_hidden_BTD[near_m // A, flat["source"][near_m, slot]]
             rows = _Rows(
@@ -154,8 +156,6 @@ def draft_candidates(
                 rows.target = target_logits(states_mD)
             for name, values in _by_pieces(rows, rule).items():
                 found[name][near_m, slot] = values.to(found[name].dtype)
-        if not len(live_M):
-            continue
         found["on_path_BAK"][live_M, slot] = True
         found["chain_BAK"][live_M, slot] = chain_R[live_M]
         found["path_weights_BAK"][live_M, slot] = weight_R[live_M]
@@ -190,7 +190,7 @@ def rate_paths(
     state_RKr = None if parent_state_BAKr is None else parent_state_BAKr.flatten(0, 1)
     where_M2 = labelled_BAK.flatten(0, 1).nonzero()
     tokens_RK, hidden_RKd = tokens_BAK.flatten(0, 1), hidden_BAKd.flatten(0, 1)
-    for near_m2 in where_M2.split(chunk_rows):
+    for near_m2 in where_M2.split(chunk_rows) if len(where_M2) else ():
         block_m, slot_m = near_m2.unbind(-1)
         token_m = tokens_RK[block_m, slot_m]
         rows = _Rows(

@@ -19,6 +19,7 @@ from jetspec_train.artifacts.files import make_folder, read_json, sha256_file
 from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_manifest, verify_outputs, write_manifest
 from jetspec_train.artifacts.provenance import git_revision, package_versions
 from jetspec_train.config import Config
+from jetspec_train.stages import standalone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
 STAGE = "export"
 COMPARED_TOKENS = 24
+CONFIDENCE = "confidence_head.proj."  # the one part of a verifier that another engine's form has a place for
 
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What would be exported; loads nothing."""
+    if cfg.draft.kind == "standalone":
+        return standalone.plan(cfg, STAGE)
     return {
         "stage": STAGE,
         "checkpoint": cfg.export.checkpoint,
@@ -45,12 +49,21 @@ def plan(cfg: Config) -> dict[str, Any]:
 
 def run(cfg: Config) -> None:
     """Export, reload, compare. Does nothing when the same checkpoint was exported in the same forms."""
-    from jetspec_train.training.checkpoint import find_checkpoint, load_draft_config, load_draft_tensors
+    if cfg.draft.kind == "standalone":
+        standalone.export(cfg)
+        return
+    from jetspec_train.training.checkpoint import (
+        find_trained,
+        load_draft_config,
+        load_draft_tensors,
+        load_verifier_config,
+        load_verifier_tensors,
+    )
 
     begun = time.monotonic()
     run_dir = Path(cfg.run_dir)
     folder = make_folder(run_dir / STAGE)
-    checkpoint = find_checkpoint(run_dir / "train", cfg.export.checkpoint)
+    checkpoint = find_trained(run_dir, cfg.export.checkpoint)
     checkpoint_hash = sha256_file(checkpoint / "manifest.json")
     identity = {
         "checkpoint": checkpoint_hash,
@@ -66,27 +79,34 @@ def run(cfg: Config) -> None:
 
     draft = load_draft_config(checkpoint)
     weights = load_draft_tensors(checkpoint)
+    verifier, judging = load_verifier_config(checkpoint), load_verifier_tensors(checkpoint)
     trained_for = target_of_training(run_dir / "train", checkpoint)
     target = _load_target(cfg, trained_for)
     facts = training_facts(run_dir, checkpoint)
     meta = bundle_facts(cfg, draft, weights, target, facts)
+    if verifier is not None:
+        meta["verifier"] = verifier_facts(verifier, judging, meta["draft"]["trainable_parameters"], target.parameters)
     bundle = write_bundle(
         folder / "bundle",
         bundle=meta,
-        config={"draft": draft, "verifier": None},
-        tensors={f"draft.{name}": tensor for name, tensor in weights.items()},
+        config={"draft": draft, "verifier": verifier},
+        tensors={f"draft.{n}": t for n, t in weights.items()} | {f"verifier.{n}": t for n, t in judging.items()},
         card=model_card(meta, draft, facts),
     )
-    compare_with_checkpoint(bundle, draft, weights, target)
+    compare_with_checkpoint(bundle, draft, weights, target, judging)
     outputs = [p for p in bundle.rglob("*") if p.is_file()]
-    outputs += export_other_forms(cfg, folder, draft, weights, target, meta)
+    outputs += export_other_forms(cfg, folder, draft, weights, target, meta, judging)
     write_manifest(
         folder,
         stage=STAGE,
         identity=identity,
         inputs={"checkpoint": checkpoint_hash},
         outputs=outputs,
-        counts={"tensors": len(weights), "parameters": meta["draft"]["trainable_parameters"]},
+        counts={
+            "tensors": len(weights) + len(judging),
+            "parameters": meta["draft"]["trainable_parameters"],
+            "verifier_parameters": meta.get("verifier", {}).get("parameters", 0),
+        },
         seconds=time.monotonic() - begun,
     )
     print(f"export: {bundle} (from {checkpoint.name}; logits equal the checkpoint's bit for bit)")
@@ -184,6 +204,20 @@ def bundle_facts(
     }
 
 
+def verifier_facts(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], draft_parameters: int, target_parameters: int
+) -> dict[str, Any]:
+    """What ``bundle.json`` says of the verifier: its rule and its size, alone and together with the draft."""
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    return {
+        "mode": config["mode"],
+        "layers": config["layers"],
+        "parameters": parameters,
+        "ratio_to_target": parameters / target_parameters,
+        "ratio_with_draft": (parameters + draft_parameters) / target_parameters,
+    }
+
+
 def head_of(draft: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DraftHead:
     """A draft head with the given weights, all of them and no others."""
     from jetspec_train.decoding.bundles import load_draft_tensors
@@ -221,8 +255,14 @@ def draft_logits(head: DraftHead, target: Target) -> Tensor:
     return logits_BAKV[0, 0]
 
 
-def compare_with_checkpoint(bundle: Path, draft: Mapping[str, Any], weights: Mapping[str, Tensor], target: Any) -> None:
-    """Read the bundle back as a stranger would and compare its logits with the checkpoint's.
+def compare_with_checkpoint(
+    bundle: Path,
+    draft: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Any,
+    verifier: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Read the bundle back as a stranger would and compare its logits, and a verifier's weights, with the checkpoint's.
 
     Raises UserError naming the largest difference unless they are equal bit for bit.
     """
@@ -230,7 +270,12 @@ def compare_with_checkpoint(bundle: Path, draft: Mapping[str, Any], weights: Map
 
     read = read_bundle(bundle)
     check_target(read.meta, target.identity)
-    tensors = {name.removeprefix("draft."): tensor for name, tensor in read.tensors.items()}
+    of_draft = {name: tensor for name, tensor in read.tensors.items() if name.startswith("draft.")}
+    tensors = {name.removeprefix("draft."): tensor for name, tensor in of_draft.items()}
+    for name, tensor in (verifier or {}).items():
+        found = read.tensors.get(f"verifier.{name}")
+        if found is None or not torch.equal(found, tensor):
+            raise UserError(f"The bundle {bundle} does not reproduce its checkpoint: verifier.{name} differs.")
     before_KV, after_KV = (
         draft_logits(head_of(config, values), target)
         for config, values in ((draft, weights), (read.config["draft"], tensors))
@@ -250,6 +295,7 @@ def export_other_forms(
     weights: Mapping[str, Tensor],
     target: Any,
     meta: Mapping[str, Any],
+    verifier: Mapping[str, Tensor],
 ) -> list[Path]:
     """Write the forms of other engines that ``export.formats`` names; returns their files."""
     forms = [form for form in cfg.export.formats if form != "bundle"]
@@ -259,7 +305,18 @@ def export_other_forms(
     from jetspec_train.decoding.foreign import target_facts
 
     done = export_forms(
-        Draft(kind="block", config=draft, tensors=weights, provenance=dict(meta)),
+        Draft(
+            kind="block",
+            config=draft,
+            tensors=weights,
+            confidence={
+                name.removeprefix(CONFIDENCE): verifier[name] for name in verifier if name.startswith(CONFIDENCE)
+            }
+            or None,
+            confidence_with_parent=draft.get("parent") != "none",
+            beside={f"verifier.{name}": tensor for name, tensor in verifier.items()},
+            provenance=dict(meta),
+        ),
         forms,
         folder,
         target_facts(target, cfg.export.target_name),
@@ -283,6 +340,15 @@ def model_card(meta: Mapping[str, Any], draft: Mapping[str, Any], training: Mapp
         ("taps", ", ".join(map(str, meta["taps"])) + " (0-based, output of decoder layer i)"),
         ("parameters", f"{head['trainable_parameters']:,} ({100 * head['ratio_to_target']:.1f} % of the target's)"),
     ]
+    if meta.get("verifier"):
+        judge = meta["verifier"]
+        rows.append(
+            (
+                "verifier",
+                f"{judge['parameters']:,} parameters ({100 * judge['ratio_to_target']:.1f} % of the target's, "
+                f"{100 * judge['ratio_with_draft']:.1f} % with the draft), rule {judge['mode']}",
+            )
+        )
     if training.get("supervised_tokens"):
         rows.append(
             ("supervised tokens", f"{training['supervised_tokens']:,} (seen {training['token_visits']:,} times)")

@@ -31,12 +31,13 @@ def measure_acceptance(
     *,
     max_new_tokens: int,
     should_stop: Callable[[], bool] = lambda: False,
+    on_answers: Callable[[list[list[int]]], Any] = lambda answers: None,
 ) -> dict[str, Any] | None:
     """Greedy acceptance lengths over ``prompts``; None if ``should_stop`` became true half-way.
 
     The drafter copies the weights in the target's dtype, as a bundle is decoded. Returns ``acceptance_length`` (of
     ``decoding.shape``), ``chain`` and ``tree`` (tokens per target forward), ``acceptance_rate_at`` (chain, per slot)
-    and the counts behind them.
+    and the counts behind them. ``on_answers`` is given what was decoded: whatever the draft, the target's own answers.
     """
     drafter = BlockDrafter(draft, target)
     record: dict[str, Any] = {}
@@ -57,6 +58,7 @@ def measure_acceptance(
         record[shape] = stats.emitted / stats.target_forwards if stats.target_forwards else 1.0
         record[f"{shape}_forwards"], record[f"{shape}_tokens"] = stats.target_forwards, stats.emitted
         if shape == "chain":
+            on_answers([generation.tokens for generation in generations])
             slots = range(len(stats.drafted_by_depth))
             record["acceptance_rate_at"] = [round(stats.acceptance_rate_at(slot), 4) for slot in slots]
     return {"acceptance_length": record[decoding.shape], **record}

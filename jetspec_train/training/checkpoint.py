@@ -1,11 +1,11 @@
 """Checkpoints: a folder per kept step, complete or not there at all.
 
 ``checkpoints/step-000500/`` holds ``model.safetensors`` (trained weights, fp32), ``optimizer.pt`` (read back with
-``weights_only=True`` alone), ``draft.json`` (the resolved draft configuration), ``state.json`` (where training
-stands) and ``manifest.json`` (size and sha256 of each of them). It is written under a temporary name, every file is
-flushed to the disk, the manifest comes last, and one rename makes it visible: a kill at any instant leaves the
-previous checkpoints and a ``.tmp-`` folder that the next start removes. A folder without a manifest, or whose files
-do not match it, is not a checkpoint; the previous one is used and the user is told.
+``weights_only=True`` alone), ``draft.json`` (the resolved draft configuration), ``verifier.json`` where a verifier is
+trained, ``state.json`` (where training stands) and ``manifest.json`` (size and sha256 of each of them). It is written
+under a temporary name, every file is flushed to the disk, the manifest comes last, and one rename makes it visible: a
+kill at any instant leaves the previous checkpoints and a ``.tmp-`` folder that the next start removes. A folder without
+a manifest, or whose files do not match it, is not a checkpoint; the previous one is used and the user is told.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch import Tensor
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import publish_folder, read_json, require_free_space, sha256_file, writing
-from jetspec_train.artifacts.manifest import describe_outputs, differing_keys
+from jetspec_train.artifacts.manifest import describe_outputs, differing_keys, read_manifest
 from jetspec_train.artifacts.provenance import git_revision, package_versions
 
 FORMAT = 1
 MODEL_FILE, STATE_FILE, DRAFT_FILE, MANIFEST_FILE = "model.safetensors", "state.json", "draft.json", "manifest.json"
+VERIFIER_FILE = "verifier.json"
 TEMPORARY = ".tmp-"
 
 
@@ -69,11 +70,12 @@ def save_checkpoint(
     draft: Mapping[str, Any],
     save_engine: Callable[[Path], None],
     keep: int,
+    verifier: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint of ``state.step`` under ``folder`` atomically, then clean up.
 
-    ``tensors``: the trained weights; ``draft``: the draft configuration; ``save_engine``: called with the temporary
-    folder, writes the optimiser. ``keep``: how many of the newest stay beside the best (at least 1).
+    ``tensors``: the trained weights; ``draft``, ``verifier``: the configurations; ``save_engine``: called with the
+    temporary folder, writes the optimiser. ``keep``: how many of the newest stay beside the best (at least 1).
     Raises UserError if the disk has no room for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,8 @@ def save_checkpoint(
         save_file({name: value.contiguous() for name, value in tensors.items()}, temporary / MODEL_FILE)
         save_engine(temporary)
         _write_json(temporary / DRAFT_FILE, dict(draft))
+        if verifier is not None:
+            _write_json(temporary / VERIFIER_FILE, dict(verifier))
         _write_json(temporary / STATE_FILE, asdict(state))
         for path in temporary.iterdir():
             _flush(path)
@@ -170,20 +174,57 @@ def find_checkpoint(train_dir: str | Path, which: str = "best") -> Path:
         raise UserError(f"The checkpoint {path} (asked for as {which!r}) cannot be used: {error}.") from None
 
 
+def find_trained(run_dir: str | Path, which: str = "best", warn: Callable[[str], None] = print) -> Path:
+    """The checkpoint that a run offers for export and calibration: ``find_checkpoint`` of ``run_dir/train``, or of
+    ``run_dir/verifier`` where a verifier was trained afterwards on that very draft.
+
+    A verifier that judges another draft is left out, and ``warn`` is told. Raises UserError as ``find_checkpoint``.
+    """
+    run_dir = Path(run_dir)
+    later = read_manifest(run_dir / "verifier")
+    if later is None or which not in ("best", "last"):
+        return find_checkpoint(run_dir / "train", which)
+    if not (run_dir / "train" / "checkpoints").exists():
+        return find_checkpoint(run_dir / "verifier", which)
+    draft = find_checkpoint(run_dir / "train", which)
+    if sha256_file(draft / MODEL_FILE) == later.inputs.get("draft"):
+        return find_checkpoint(run_dir / "verifier", "best")
+    warn(
+        f"NOTE: {run_dir / 'verifier'} judges another draft than {draft.name}; it is left out. Run stage=train with "
+        f"train.only=verifier again to train one for this draft."
+    )
+    return draft
+
+
 def load_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All trained weights of a checkpoint folder, as the engine names them (``draft.*``), in fp32 on the CPU."""
+    """All trained weights of a checkpoint folder, as the engine names them (``draft.*``, ``verifier.*``), in fp32 on
+    the CPU."""
     return load_file(Path(path) / MODEL_FILE)
 
 
 def load_draft_tensors(path: str | Path) -> dict[str, Tensor]:
     """The draft head's weights of a checkpoint folder by its own state-dict names, in fp32 on the CPU."""
-    prefix = "draft."
-    return {n.removeprefix(prefix): value for n, value in load_tensors(path).items() if n.startswith(prefix)}
+    return _of_module(load_tensors(path), "draft.")
 
 
 def load_draft_config(path: str | Path) -> dict[str, Any]:
     """The resolved draft configuration of a checkpoint folder (``draft.json``)."""
     return read_json(Path(path) / DRAFT_FILE, "The draft configuration")
+
+
+def load_verifier_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The verifier's weights of a checkpoint folder by its own state-dict names; empty without a verifier."""
+    return _of_module(load_tensors(path), "verifier.")
+
+
+def load_verifier_config(path: str | Path) -> dict[str, Any] | None:
+    """The resolved verifier configuration of a checkpoint folder; None where only a draft was trained."""
+    file = Path(path) / VERIFIER_FILE
+    return read_json(file, "The verifier configuration") if file.exists() else None
+
+
+def _of_module(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:

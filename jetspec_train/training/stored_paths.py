@@ -9,8 +9,8 @@ Shapes: B rows, T tokens, C paths per row, K slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from jetspec_train.modeling.blocks import Blocks, make_blocks
 @dataclass(frozen=True)
 class StoredPath:
     """``tokens`` drafted after the first ``prefix`` tokens of a sample (prompt included), the last of which is the
-    anchor. ``labels``: 1 where the token is the target's own choice; ends with the first 0."""
+    anchor. ``labels``: of the judged ones, the chance that the target accepts each (0 or 1 where it is greedy); the
+    first rejected one is the last."""
 
     sample: int  # row of the sample store
     prefix: int
     tokens: tuple[int, ...]
-    labels: tuple[int, ...]
+    labels: tuple[float, ...]
     kind: int
 
 
@@ -45,21 +46,15 @@ class StoredBlocks:
     kinds: tuple[str, ...]
 
     def rows(self, rows: slice) -> StoredBlocks:
-        blocks = Blocks(**{f.name: getattr(self.blocks, f.name)[rows] for f in fields(Blocks)})
-        return StoredBlocks(
-            blocks,
-            self.tokens_BCK[rows],
-            self.parents_BCK[rows],
-            self.labels_BCK[rows],
-            self.labelled_BCK[rows],
-            self.weights_BCK[rows],
-            self.kind_BC[rows],
-            self.kinds,
-        )
+        return self._each(lambda x: x[rows])
 
     def to(self, device: torch.device | str) -> StoredBlocks:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return StoredBlocks(**{n: v if isinstance(v, tuple) else v.to(device) for n, v in tensors.items()})
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> StoredBlocks:
+        own = {f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        blocks = {f.name: function(getattr(self.blocks, f.name)) for f in fields(Blocks)}
+        return replace(self, blocks=Blocks(**blocks), **own)
 
 
 class StoredPaths:

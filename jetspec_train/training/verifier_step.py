@@ -13,8 +13,8 @@ nodes, d / D width of draft / target state, r rank of the parent term, V vocabul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -59,14 +59,17 @@ class JudgePlan:
     stored: StoredBlocks | None = None
 
     def rows(self, rows: slice) -> JudgePlan:
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("index_BC", "real_BC", "weights_BCK", "draws_BCK"):
-            cut[name] = None if cut[name] is None else cut[name][rows]
-        return JudgePlan(**{**cut, "stored": None if self.stored is None else self.stored.rows(rows)})
+        stored = None if self.stored is None else self.stored.rows(rows)
+        return replace(self._each(lambda x: x[rows]), stored=stored)
 
     def to(self, device: torch.device) -> JudgePlan:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return JudgePlan(**{n: v.to(device) if isinstance(v, (Tensor, StoredBlocks)) else v for n, v in moved.items()})
+        stored = None if self.stored is None else self.stored.to(device)
+        return replace(self._each(lambda x: x.to(device)), stored=stored)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> JudgePlan:
+        return replace(
+            self, **{f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        )
 
 
 def held_out(ids: Sequence[str], share: float) -> list[bool]:

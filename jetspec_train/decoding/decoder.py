@@ -1,8 +1,10 @@
 """The decoding loop: propose -> verify -> commit, for batches of prompts of any lengths.
 
 Plain decoding is the same loop without a drafter (every tree is empty). Whatever is drafted, the output is the one of
-plain decoding (METHODS 7): all tokens are the target's own choices, keyed by (seed, row, position). Between ``propose``
-and ``verify`` nodes may be removed from the trees by anyone: that changes the speed only.
+plain decoding (METHODS 7): all tokens are the target's own choices, keyed by (seed, row, position). Which nodes are
+sent is decided before ``verify`` - by the drafter alone, or by a ``RoundPlanner`` where stages, pruning, scheduler,
+result cache or a trace are on - and changes the speed only. The exceptions are asked for by name: policy ``trusting``
+keeps tokens that the target would not have chosen, and the ratio rule gives another sample.
 
 Shapes: B rows in the batch, N staged tokens (anchor and drafted nodes), M nodes of all rows, D hidden size,
 V vocabulary.
@@ -10,10 +12,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,59 +21,67 @@ import torch
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import DecodingConfig, SamplingConfig, TargetConfig
 from jetspec_train.decoding.acceptance import walk
+from jetspec_train.decoding.batch import Batch, Generation, OnTokens, mask_of, paths_of
+from jetspec_train.decoding.controller import TRUSTING, make_controller
 from jetspec_train.decoding.drafting import Drafter
+from jetspec_train.decoding.monitor import Monitor
+from jetspec_train.decoding.planning import RoundPlanner, has_controls
+from jetspec_train.decoding.result_cache import ResultCache
+from jetspec_train.decoding.reuse import Reuse
 from jetspec_train.decoding.rows import Row, StopStrings
-from jetspec_train.decoding.stats import RoundStats, Stopwatch
+from jetspec_train.decoding.stats import Stopwatch
+from jetspec_train.decoding.trace import TraceWriter
 from jetspec_train.decoding.tree import Tree, empty_tree
-from jetspec_train.targets.masks import TreeMask
-from jetspec_train.targets.sampling import choose
+from jetspec_train.targets.sampling import choose, process_logits
 from jetspec_train.targets.target import Target
 
-if TYPE_CHECKING:
-    from jetspec_train.targets.cache import KVCache
-
-OnTokens = Callable[[int, list[int]], None]
-
-
-@dataclass
-class Generation:
-    """One prompt's answer.
-
-    Attributes:
-        tokens: emitted tokens, the end token included where the target chose it; nothing after it.
-        finish_reason: "stop" (end token or stop string) or "length".
-        stop_string: the stop string that ended the output, if one did; it is still part of the tokens.
-        stats: what it cost.
-    """
-
-    tokens: list[int]
-    finish_reason: str
-    stop_string: str | None
-    stats: RoundStats
-
-
-@dataclass
-class _Batch:
-    """The rows still running, and what the target remembers of them (same order)."""
-
-    rows: list[Row]
-    cache: KVCache
-    sampling: SamplingConfig
-    seed: int
-    clock: Stopwatch
-    on_tokens: OnTokens | None
+__all__ = ["Decoder", "Generation", "OnTokens"]
 
 
 class Decoder:
     """Generates with a target, and with a drafter where there is one.
 
-    ``settings.drafting=false`` or ``drafter=None`` is plain decoding.
+    ``settings.drafting=false`` or ``drafter=None`` is plain decoding. ``pool``: a result cache to share with other
+    decoders; without one, ``settings.cache`` makes one of its own. Raises UserError where settings and draft do not go
+    together (a policy without its certificate, more pending tokens than the draft's block, a trace that cannot be
+    written).
+
+    Attributes:
+        monitor: pass rate and wasted compute of all answers so far.
+        planner: the controls of a round; None where all are off.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, settings: DecodingConfig | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        settings: DecodingConfig | None = None,
+        pool: ResultCache | None = None,
+    ) -> None:
         self.target = target
         self.drafter = drafter
         self.settings = settings or DecodingConfig()
+        self.pool = pool
+        self.monitor = Monitor()
+        self._trace: TraceWriter | None = None
+        self.planner = self._plan_with(drafter)
+        self.bundle: Path | None = None  # the folder that the drafter comes from
+        self._unadapted: Drafter | None = None  # the bundle's own draft while an adapter is in use
+
+    def _plan_with(self, drafter: Drafter | None) -> RoundPlanner | None:
+        settings = self.settings
+        if not settings.drafting or not has_controls(settings):
+            return None
+        if drafter is None:
+            if settings.policy == TRUSTING:
+                make_controller(settings, block=0, verifier=None, calibration=None)  # refuses
+            return None
+        if settings.cache and self.pool is None:
+            self.pool = ResultCache(settings.cache_max_bytes)
+        reuse = Reuse(self.pool, self.target) if settings.cache and self.pool is not None else None
+        if settings.trace is not None and self._trace is None:
+            self._trace = TraceWriter(settings.trace)
+        return RoundPlanner(self.target, drafter, settings, reuse=reuse, trace=self._trace)
 
     @classmethod
     def from_bundle(
@@ -91,7 +99,9 @@ class Decoder:
         from jetspec_train.decoding.bundles import open_bundle
 
         target, drafter = open_bundle(path, target, target_config)
-        return cls(target, drafter, settings)
+        decoder = cls(target, drafter, settings)
+        decoder.bundle = Path(path)
+        return decoder
 
     def load_draft(self, path: str | Path) -> None:
         """Swap the drafter for another bundle's; the target stays as it is. Not during ``generate``.
@@ -100,7 +110,32 @@ class Decoder:
         """
         from jetspec_train.decoding.bundles import open_bundle
 
-        self.drafter = open_bundle(path, self.target)[1]
+        self._swap(open_bundle(path, self.target)[1])
+        self.bundle, self._unadapted = Path(path), None
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Change the bundle's draft, and its verifier, by an adapter of stage=adapt; one in use is replaced. The target
+        stays as it is. Not during ``generate``.
+
+        If the adapter is refused (UserError: another bundle's, damaged), the drafter in use stays.
+        """
+        from jetspec_train.decoding.adapters import adapted_drafter
+
+        if self.bundle is None:
+            raise UserError(f"The adapter {path} needs the bundle that it changes: make the decoder from that bundle.")
+        unadapted = self._unadapted or self.drafter
+        self._swap(adapted_drafter(self.bundle, path, self.target))
+        self._unadapted = unadapted
+
+    def unload_adapter(self) -> None:
+        """Back to the draft as the bundle has it; nothing happens where no adapter is in use."""
+        if self._unadapted is not None:
+            self._swap(self._unadapted)
+            self._unadapted = None
+
+    def _swap(self, drafter: Drafter) -> None:
+        self.planner = self._plan_with(drafter)  # a new one also forgets the states that the other draft computed
+        self.drafter = drafter
 
     @torch.inference_mode()
     def generate(
@@ -121,14 +156,17 @@ class Decoder:
         after each commit. An answer also ends where the target's context ends (finish_reason "length").
         Raises UserError for an empty prompt and for one that leaves no room in the target's context.
         """
+        if self.planner is not None:
+            self.planner.prepare()
         clock = Stopwatch(self.target.device)
         rows = self._rows(prompts, max_new_tokens, row_ids, self.settings.stop if stop is None else stop)
         if not rows:
             return []
         settings = self.settings
         # Room for the answers, up to a bound: a cache for a long limit that is never reached would only cost memory.
-        capacity = max(len(row.prompt) + min(row.limit, 512) for row in rows) + settings.nodes + 1
-        batch = _Batch(
+        most = max(settings.nodes, settings.candidates or 0)
+        capacity = max(len(row.prompt) + min(row.limit, 512) for row in rows) + most + 1
+        batch = Batch(
             rows=list(rows),
             cache=self.target.new_cache(len(rows), capacity),
             sampling=settings.sampling if sampling is None else sampling,
@@ -138,11 +176,16 @@ class Decoder:
         )
         if self._drafting and self.drafter is not None:
             self.drafter.start(len(rows), capacity, clock)
+            if self.planner is not None:
+                self.planner.start(batch.cache, clock, batch.sampling, batch.seed, batch.stream)
         self._prefill(batch)
         while batch.rows:
             trees = self._propose(batch)
             choices = self._verify(batch, trees)
             self._commit(batch, trees, choices)
+        if self._drafting:
+            for row in rows:
+                self.monitor.add(row.stats, shape=settings.shape)
         return [Generation(row.output, row.finish_reason or "length", row.stop_string, row.stats) for row in rows]
 
     @property
@@ -177,13 +220,15 @@ class Decoder:
             rows.append(Row(index, key, [int(token) for token in prompt], room, target.eos_ids, stops))
         return rows
 
-    def _prefill(self, batch: _Batch) -> None:
+    def _prefill(self, batch: Batch) -> None:
         """The prompts' forward and the first token of each row."""
         target, rows = self.target, batch.rows
-        lengths = [len(row.prompt) for row in rows]
+        reused = [0] * len(rows) if self.planner is None else self.planner.take_up(rows, batch.cache)
+        prompts = [row.prompt[count:] for row, count in zip(rows, reused)]
+        lengths = [len(prompt) for prompt in prompts]
         tokens_BT = torch.full((len(rows), max(lengths)), target.pad_id, dtype=torch.long)
-        for index, row in enumerate(rows):
-            tokens_BT[index, : lengths[index]] = torch.tensor(row.prompt)
+        for index, prompt in enumerate(prompts):
+            tokens_BT[index, : lengths[index]] = torch.tensor(prompt)
         output = target.forward(tokens_BT, cache=batch.cache, taps=self._taps)
         last_BD = output.hidden_BND[range(len(rows)), [length - 1 for length in lengths]]
         choices = self._choose(batch, last_BD, [empty_tree() for _ in rows], "prefill")
@@ -191,16 +236,18 @@ class Decoder:
         batch.clock.lap("prefill")
         kept = [list(range(length)) for length in lengths]
         if self._drafting and self.drafter is not None:
-            self.drafter.observe([row.prompt for row in rows], output.features_BNF, kept)
+            self.drafter.observe(prompts, output.features_BNF, kept)
             batch.clock.lap("prefill")
         for row, choice in zip(rows, choices):
             row.stats.first_token_seconds = batch.clock.elapsed()
-            self._emit(batch, row, [int(choice)])
+            batch.emit(row, [int(choice)])
         self._drop_finished(batch)
 
-    def _propose(self, batch: _Batch) -> list[Tree]:
+    def _propose(self, batch: Batch) -> list[Tree]:
         """One tree per row; none deeper than what the row may still emit beside the target's own next token."""
         limits = [row.remaining - 1 for row in batch.rows]
+        if self.planner is not None:
+            return self.planner.propose(batch.rows, limits)
         if not self._drafting or self.drafter is None or max(limits) <= 0:
             return [empty_tree() for _ in batch.rows]
         trees = self.drafter.propose([row.anchor for row in batch.rows], limits, self.settings)
@@ -209,7 +256,7 @@ class Decoder:
         batch.clock.lap("host")
         return trees
 
-    def _verify(self, batch: _Batch, trees: list[Tree]) -> list[np.ndarray]:
+    def _verify(self, batch: Batch, trees: list[Tree]) -> list[np.ndarray]:
         """The target's own choice after the anchor and after every node of each row: [n + 1] per row.
 
         Stages anchors and nodes in the cache and leaves the forward's features for ``_commit``.
@@ -222,24 +269,27 @@ class Decoder:
             tokens_BN[index, 1 : sizes[index]] = tree.tokens
         batch.clock.lap("host")
         output = target.forward(
-            torch.from_numpy(tokens_BN), cache=batch.cache, mask=_mask(trees, max(sizes)), taps=self._taps
+            torch.from_numpy(tokens_BN), cache=batch.cache, mask=mask_of(trees, max(sizes)), taps=self._taps
         )
         self._features_BNF = output.features_BNF
         hidden_MD = torch.cat([output.hidden_BND[index, :size] for index, size in enumerate(sizes)])
         choices_M = self._choose(batch, hidden_MD, trees, "target")
         return np.split(choices_M, np.cumsum(sizes)[:-1])
 
-    def _commit(self, batch: _Batch, trees: list[Tree], choices: list[np.ndarray]) -> None:
+    def _commit(self, batch: Batch, trees: list[Tree], choices: list[np.ndarray]) -> None:
         """Walk the trees, emit, and keep what the target and the drafter have computed for the accepted path."""
         kept: list[list[int]] = []
         committed: list[list[int]] = []
-        for row, tree, chosen in zip(batch.rows, trees, choices):
-            accepted, following = walk(tree, chosen)
+        planner = self.planner
+        for index, (row, tree, chosen) in enumerate(zip(batch.rows, trees, choices)):
+            accepted, following = walk(tree, chosen) if planner is None else planner.walk(index, tree, chosen)
             anchor = row.anchor
             path = [int(tree.tokens[node]) for node in accepted]
-            emitted = self._emit(batch, row, [*path, following])
+            emitted = batch.emit(row, [*path, following])
             deepest = int(tree.depths.max()) + 1 if len(tree) else 0
             row.stats.count_round(len(tree), deepest, len(accepted), len(emitted))
+            if planner is not None:
+                planner.settle(index, tree, chosen, accepted, following, emitted)
             running = row.finish_reason is None
             kept.append([0, *(node + 1 for node in accepted)] if running else [])
             committed.append([anchor, *path] if running else [])
@@ -248,9 +298,11 @@ class Decoder:
         if self._drafting and self.drafter is not None and any(kept):
             self.drafter.observe(committed, self._features_BNF, kept)
             batch.clock.lap("draft")
+        if planner is not None:
+            planner.finish_round(len(batch.rows), 1 + max(len(tree) for tree in trees))
         self._drop_finished(batch)
 
-    def _choose(self, batch: _Batch, hidden_MD: torch.Tensor, trees: list[Tree], kind: str) -> np.ndarray:
+    def _choose(self, batch: Batch, hidden_MD: torch.Tensor, trees: list[Tree], kind: str) -> np.ndarray:
         """The target's choices [M] after the last committed token of each row and after each node of its tree."""
         logits_MV = self.target.logits(hidden_MD)
         batch.clock.lap(kind)
@@ -265,44 +317,27 @@ class Decoder:
             positions.extend((first + 1 + tree.depths).tolist())
             if histories is not None:
                 before = [*row.prompt, *row.output]
-                histories.extend([*before, *path] for path in _paths(tree))
+                histories.extend([*before, *path] for path in paths_of(tree))
+        planner = self.planner
+        if planner is not None and kind == "target" and (planner.reads_target or planner.ratio is not None):
+            logprobs_MV = process_logits(logits_MV, batch.sampling, histories)
+            if planner.reads_target:
+                planner.read_target(logprobs_MV, trees)
+            if planner.ratio is not None:
+                return planner.ratio.choices(batch.rows, trees, logprobs_MV)
         return choose(logits_MV, batch.sampling, batch.seed, keys, positions, histories).cpu().numpy()
 
-    def _emit(self, batch: _Batch, row: Row, tokens: list[int]) -> list[int]:
-        """Hand the tokens to the row; tell the listener what it took; close its books where it ends."""
-        taken = row.take(tokens)
-        if row.finish_reason is not None:
-            batch.clock.lap("host")
-            row.stats.seconds = {**batch.clock.seconds, "total": batch.clock.elapsed()}
-        if batch.on_tokens is not None and taken:
-            batch.on_tokens(row.index, taken)
-        return taken
-
-    def _drop_finished(self, batch: _Batch) -> None:
+    def _drop_finished(self, batch: Batch) -> None:
         keep = [index for index, row in enumerate(batch.rows) if row.finish_reason is None]
         if len(keep) == len(batch.rows):
             return
+        if self.planner is not None:
+            self.planner.keep_finished(batch.rows, batch.cache)
         batch.rows = [batch.rows[index] for index in keep]
         if not keep:
             return
         batch.cache.drop_rows(keep)
         if self._drafting and self.drafter is not None:
             self.drafter.drop_rows(keep)
-
-
-def _paths(tree: Tree) -> list[list[int]]:
-    """Tokens from the anchor's first child down to each node; the empty path of the anchor comes first."""
-    paths: list[list[int]] = [[]]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
-        paths.append([*paths[parent + 1], token])
-    return paths
-
-
-def _mask(trees: list[Tree], staged: int) -> TreeMask | None:
-    """Who descends from whom among anchor (index 0) and nodes; None where every tree is a chain."""
-    if all((tree.parents == np.arange(len(tree)) - 1).all() for tree in trees):
-        return None
-    parents_BN = np.full((len(trees), staged), -1, dtype=np.int64)
-    for row, tree in enumerate(trees):
-        parents_BN[row, 1 : len(tree) + 1] = tree.parents + 1
-    return TreeMask(parents_BN)
+            if self.planner is not None:
+                self.planner.drop_rows(keep)

@@ -11,8 +11,9 @@ d hidden size, J key/value heads, D head size, V vocabulary, r rank of the paren
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +22,38 @@ from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import DecodingConfig
 from jetspec_train.decoding.shortlist import ParentTerm, make_shortlist
 from jetspec_train.decoding.stats import Stopwatch
-from jetspec_train.decoding.tree import Tree, build_chain, build_tree, empty_tree
+from jetspec_train.decoding.tree import Tree, build_chain, build_paths, build_tree, chain_of, empty_tree
 from jetspec_train.modeling.draft_head import MASK_SLOT, DraftHead
 from jetspec_train.targets.target import Target
+
+if TYPE_CHECKING:
+    from jetspec_train.decoding.calibration import Calibration
+    from jetspec_train.decoding.cost_profile import CostProfile
+    from jetspec_train.modeling.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What came in the same bundle as a draft and belongs to its weights."""
+
+    verifier: Verifier | None = None
+    calibration: Calibration | None = None
+    cost_profile: CostProfile | None = None
+
+
+@dataclass(frozen=True)
+class DraftStates:
+    """The draft forward behind the last proposal, for those who judge it.
+
+    hidden_BKd: states of the predicting slots, the row's first one at 0 (slots beyond a row's own are padding);
+    entropies_BK: nats, of U_k without any parent term; first_B: the place of a row's first predicting slot in its
+    block; attention: weights of every draft layer over the whole block, None unless asked for.
+    """
+
+    hidden_BKd: torch.Tensor
+    entropies_BK: np.ndarray
+    first_B: list[int]
+    attention: list[torch.Tensor] | None
 
 
 class Drafter(Protocol):
@@ -32,10 +62,18 @@ class Drafter(Protocol):
     Attributes:
         taps: target layers whose hidden states it wants to observe; may be empty.
         forwards: forwards of a draft model per proposal (0 for one without a model).
+        block: tokens that a proposal can reach from the anchor, pending ones included; 0 for a drafter that cannot go
+            on from pending tokens (the others are ``ContinuingDrafter``).
+        companions: None without any.
+
+    A drafter whose requests' states can be kept and taken up again also has ``snapshot(row) -> (state, bytes)`` and
+    ``restore(row, state, length)``.
     """
 
     taps: tuple[int, ...]
     forwards: int
+    block: int
+    companions: Companions | None
 
     def start(self, batch: int, capacity: int, clock: Stopwatch) -> None:
         """Forget everything; expect ``batch`` rows of about ``capacity`` tokens."""
@@ -50,6 +88,19 @@ class Drafter(Protocol):
 
     def drop_rows(self, keep: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
+
+
+class ContinuingDrafter(Drafter, Protocol):
+    """A drafter with ``block`` > 0."""
+
+    def propose(
+        self,
+        anchors: Sequence[int],
+        limits: Sequence[int],
+        settings: DecodingConfig,
+        pending: Sequence[Sequence[int]] | None = None,
+    ) -> list[Tree]:
+        """``pending``: drafted tokens after the anchor that the target has not seen; the tree hangs below the last."""
 
 
 class DraftContext:
@@ -90,6 +141,18 @@ class DraftContext:
         lengths_B11 = torch.tensor(self.lengths, device=device)[:, None, None]
         return torch.arange(max(self.lengths), device=device) < lengths_B11
 
+    def snapshot(self, row: int) -> tuple[list[torch.Tensor], int]:
+        """Copies [J, T, D] of a row's columns, and their bytes."""
+        copies = [buffer[row, :, : self.lengths[row]].clone() for buffer in self._buffers]
+        return copies, sum(copy.numel() * copy.element_size() for copy in copies)
+
+    def restore(self, row: int, columns: list[torch.Tensor], length: int) -> None:
+        """Fill an empty row with the first ``length`` columns of a snapshot."""
+        self._reserve(length, [column[None] for column in columns])
+        for buffer, column in zip(self._buffers, columns):
+            buffer[row, :, :length] = column[:, :length]
+        self.lengths[row] = length
+
     def drop_rows(self, keep: Sequence[int]) -> None:
         index = list(keep)
         self._buffers = [buffer[index] for buffer in self._buffers]
@@ -112,16 +175,26 @@ class BlockDrafter:
 
     The weights are copied in the target's dtype, as they will be served; make a new drafter after a training step.
     Raises UserError if the head does not fit the target's sizes.
+
+    Attributes:
+        keep_states, keep_attention: fill ``states`` with each proposal (off: nothing is computed for it).
+        states: the forward behind the last proposal.
+        listener: called with (fused context [1, M, d], positions [1, M], tokens per row) of what was observed.
     """
 
     forwards = 1
 
-    def __init__(self, head: DraftHead, target: Target) -> None:
+    def __init__(self, head: DraftHead, target: Target, companions: Companions | None = None) -> None:
         config = head.config
         check_fits(config, target)
         self.head = copy.deepcopy(head).requires_grad_(False).eval().to(device=target.device, dtype=target.dtype)
         self.config = config
         self.taps: tuple[int, ...] = tuple(config.target_layer_ids)
+        self.block = config.predictions
+        self.companions = companions
+        self.keep_states = self.keep_attention = False
+        self.states: DraftStates | None = None
+        self.listener: Callable[[torch.Tensor, torch.Tensor, list[int]], None] | None = None
         self._target = target
         self._term = _parent_term(head)
         self._context = DraftContext(config.layers, 0, 1)
@@ -130,6 +203,9 @@ class BlockDrafter:
     def start(self, batch: int, capacity: int, clock: Stopwatch) -> None:
         self._context = DraftContext(self.config.layers, batch, capacity)
         self._clock = clock
+        # Whoever judges asks anew for each batch: another decoder with the same drafter may not want to pay for it.
+        self.keep_states = self.keep_attention = False
+        self.states, self.listener = None, None
 
     @torch.inference_mode()
     def observe(
@@ -151,55 +227,126 @@ class BlockDrafter:
         positions_1M = torch.tensor([positions], device=features_BNF.device)
         context_1Md = self.head.fuse(features_MF[None])
         self._context.append(self.head.context_kv(context_1Md, positions_1M), counts)
+        if self.listener is not None:
+            self.listener(context_1Md, positions_1M, counts)
 
     @torch.inference_mode()
-    def propose(self, anchors: Sequence[int], limits: Sequence[int], settings: DecodingConfig) -> list[Tree]:
-        predictions = min(max(limits), settings.depth or self.config.predictions, self.config.predictions)
-        if settings.shape == "chain":
-            predictions = min(predictions, settings.nodes)
-        if predictions <= 0:
+    def propose(
+        self,
+        anchors: Sequence[int],
+        limits: Sequence[int],
+        settings: DecodingConfig,
+        pending: Sequence[Sequence[int]] | None = None,
+    ) -> list[Tree]:
+        self.states = None
+        slots_B = self._slots(limits, settings, pending)
+        if max(slots_B) <= 0:
             return [empty_tree() for _ in anchors]
-        logits_BKV, gates = self._logits(anchors, predictions)
+        logits_BKV, gates = self._logits(anchors, max(slots_B), pending)
         host_BKV = logits_BKV.float().cpu().numpy()
         self._lap("draft")
         # Under sampling a node is accepted with the target's processed probability; the draft is scored likewise.
         temperature = settings.sampling.temperature or 1.0
         trees = []
-        for row, limit in enumerate(limits):
-            slots = min(limit, predictions)
+        for row, slots in enumerate(slots_B):
             if slots <= 0:
                 trees.append(empty_tree())
                 continue
             shortlist = make_shortlist(host_BKV[row, :slots], max(settings.shortlist, settings.nodes), temperature)
-            build = build_chain if settings.shape == "chain" else build_tree
-            trees.append(build(shortlist, self._term, settings.nodes, None if gates is None else gates[row]))
+            gate_KR = None if gates is None else gates[row]
+            if settings.shape == "paths":
+                trees.append(build_paths(shortlist, self._term, settings.paths, settings.nodes, gate_KR))
+            else:
+                build = build_chain if settings.shape == "chain" else build_tree
+                trees.append(build(shortlist, self._term, settings.nodes, gate_KR))
         self._lap("host")
         return trees
+
+    @torch.inference_mode()
+    def sample_chains(
+        self,
+        anchors: Sequence[int],
+        limits: Sequence[int],
+        settings: DecodingConfig,
+        draw: Callable[[int, torch.Tensor, list[list[int]]], list[int]],
+    ) -> list[Tree]:
+        """One chain per row, drawn from the draft's own distribution (ratio rule).
+
+        ``draw(slot, logits_BV, paths)`` returns the token of each row at this slot, given the logits after the rows'
+        paths so far; rows whose limit is reached draw along and are cut.
+        """
+        self.states = None
+        slots_B = self._slots(limits, settings, None)
+        paths: list[list[int]] = [[] for _ in anchors]
+        if max(slots_B) > 0:
+            logits_BKV, _ = self._logits(anchors, max(slots_B))
+            for slot in range(logits_BKV.shape[1]):
+                logits_BV = logits_BKV[:, slot].float()
+                if slot and self.head.has_parent and self.states is not None:
+                    parents_B = torch.tensor([path[-1] for path in paths], device=logits_BV.device)
+                    logits_BV = logits_BV + self.head.parent_bias(parents_B, self.states.hidden_BKd[:, slot]).float()
+                for path, token in zip(paths, draw(slot, logits_BV, paths)):
+                    path.append(token)
+        self._lap("draft")
+        return [chain_of(path[:slots]) for path, slots in zip(paths, slots_B)]
 
     def drop_rows(self, keep: Sequence[int]) -> None:
         self._context.drop_rows(keep)
 
-    def _logits(self, anchors: Sequence[int], predictions: int) -> tuple[torch.Tensor, np.ndarray | None]:
-        """U_k [B, K, V] of the predicting slots, slot 0 conditioned on the anchor; the gate's inputs [B, K, r]."""
+    def snapshot(self, row: int) -> tuple[list[torch.Tensor], int]:
+        return self._context.snapshot(row)
+
+    def restore(self, row: int, state: list[torch.Tensor], length: int) -> None:
+        self._context.restore(row, state, length)
+
+    def _slots(
+        self, limits: Sequence[int], settings: DecodingConfig, pending: Sequence[Sequence[int]] | None
+    ) -> list[int]:
+        """Slots to draft per row, below what is pending."""
+        deepest = min(settings.depth or self.block, settings.nodes if settings.shape == "chain" else self.block)
+        waiting = [0] * len(limits) if pending is None else [len(tokens) for tokens in pending]
+        return [min(limit, deepest, self.block - count) for limit, count in zip(limits, waiting)]
+
+    def _logits(
+        self, anchors: Sequence[int], predictions: int, pending: Sequence[Sequence[int]] | None = None
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """U_k [B, K, V] of the predicting slots, the first conditioned on the token before it; the gate's inputs
+        [B, K, r]. Slots of the anchor and of the pending tokens hold these: a clean prefix, as in training."""
         config, target = self.config, self._target
+        waiting = [0] * len(anchors) if pending is None else [len(tokens) for tokens in pending]
+        first_B = [config.first_slot + count for count in waiting]
         # A causal slot does not see later ones, so that slots nobody asks for need not be computed.
-        block = predictions + config.first_slot if config.mask == "causal" else config.block
+        block = min(max(first_B) + predictions, config.block) if config.mask == "causal" else config.block
         inputs_B1K = torch.full((len(anchors), 1, block), MASK_SLOT, dtype=torch.long)
         inputs_B1K[:, 0, 0] = torch.tensor(list(anchors))
+        if pending is not None:
+            for row, tokens in enumerate(pending):
+                inputs_B1K[row, 0, 1 : len(tokens) + 1] = torch.tensor(list(tokens), dtype=torch.long)
         inputs_B1K = inputs_B1K.to(target.device)
         starts_B = torch.tensor(self._context.lengths)
         positions_B1K = (starts_B[:, None, None] + torch.arange(block)).to(target.device)
+        attention: list[torch.Tensor] | None = [] if self.keep_attention else None
         hidden_BKd = self.head(
             self.head.embed(inputs_B1K, target.embed),
             positions_B1K,
             self._context.layers(),
             self._context.mask_B1T(target.device),
-        )[:, 0, config.first_slot : config.first_slot + predictions]
+            attention,
+        )[:, 0]
+        rows = torch.arange(len(anchors), device=target.device)
+        if min(first_B) == max(first_B):
+            hidden_BKd = hidden_BKd[:, first_B[0] : first_B[0] + predictions]
+            last_B = inputs_B1K[:, 0, waiting[0]]
+        else:
+            places_BK = (torch.tensor(first_B)[:, None] + torch.arange(predictions)).clamp(max=block - 1)
+            hidden_BKd = hidden_BKd[rows[:, None], places_BK.to(target.device)]
+            last_B = inputs_B1K[rows, 0, torch.tensor(waiting, device=target.device)]
         logits_BKV = target.logits(hidden_BKd)
+        if self.keep_states:
+            self.states = DraftStates(hidden_BKd, _entropies(logits_BKV), first_B, attention)
         if self._term is None:
             return logits_BKV, None
-        bias_BV = self.head.parent_bias(inputs_B1K[:, 0, 0], hidden_BKd[:, 0])
-        logits_BKV[:, 0] += bias_BV
+        logits_BKV[:, 0] += self.head.parent_bias(last_B, hidden_BKd[:, 0])
         if self._term.gate is None:
             return logits_BKV, None
         gates = [self._term.gate_inputs(row.float().cpu().numpy()) for row in hidden_BKd]
@@ -208,6 +355,11 @@ class BlockDrafter:
     def _lap(self, kind: str) -> None:
         if self._clock is not None:
             self._clock.lap(kind)
+
+
+def _entropies(logits_BKV: torch.Tensor) -> np.ndarray:
+    log_BKV = torch.log_softmax(logits_BKV.float(), dim=-1)
+    return -torch.linalg.vecdot(log_BKV.exp(), log_BKV.clamp(min=-1e4)).cpu().numpy()
 
 
 def check_fits(config: Any, target: Target) -> None:

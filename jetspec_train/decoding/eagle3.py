@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from jetspec_train.config import DecodingConfig
-from jetspec_train.decoding.drafting import DraftContext, check_fits
+from jetspec_train.decoding.drafting import Companions, DraftContext, check_fits
 from jetspec_train.decoding.stats import Stopwatch
 from jetspec_train.decoding.tree import Tree, empty_tree
 from jetspec_train.modeling.eagle3 import Eagle3Head
@@ -30,6 +30,8 @@ class Eagle3Drafter:
     """See the top of this file. The weights are copied in the target's dtype."""
 
     forwards = DEFAULT_DEPTH
+    block = 0
+    companions: Companions | None = None
 
     def __init__(self, head: Eagle3Head, target: Target) -> None:
         check_fits(head.config, target)

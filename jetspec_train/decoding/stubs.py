@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from jetspec_train.config import DecodingConfig
+from jetspec_train.decoding.drafting import Companions
 from jetspec_train.decoding.stats import Stopwatch
 from jetspec_train.decoding.tree import Tree, chain_of
 
@@ -19,6 +20,8 @@ class _Stub:
 
     taps: tuple[int, ...] = ()
     forwards = 0
+    block = 0
+    companions: Companions | None = None
 
     def __init__(self) -> None:
         self._seen: list[list[int]] = []
@@ -33,6 +36,12 @@ class _Stub:
     ) -> None:
         for seen, new, places in zip(self._seen, tokens, kept):
             seen.extend(new[: len(places)])
+
+    def snapshot(self, row: int) -> tuple[list[int], int]:
+        return list(self._seen[row]), 8 * len(self._seen[row])
+
+    def restore(self, row: int, state: list[int], length: int) -> None:
+        self._seen[row] = state[:length]
 
     def drop_rows(self, keep: Sequence[int]) -> None:
         self._seen = [self._seen[row] for row in keep]

@@ -165,6 +165,41 @@ def build_tree(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_K
     return tree
 
 
+def build_paths(
+    shortlist: Shortlist, term: ParentTerm | None, paths: int, nodes: int, gate_KR: np.ndarray | None = None
+) -> Tree:
+    """The ``paths`` best whole paths, merged into one trie of at most ``nodes`` nodes ([S]: 3-5 candidate sequences).
+
+    A beam of four times as many paths is kept from slot to slot. Where the trie would have too many nodes, the worst
+    paths are left out, never the end of one; at least the best path stays (its first ``nodes`` slots).
+    """
+    parent_tokens, totals = np.array([-1]), np.zeros(1, np.float32)
+    histories = np.zeros((1, 0), dtype=np.int64)
+    scores_WK = np.zeros((1, 0), dtype=np.float32)
+    for slot in range(min(nodes, len(shortlist.tokens_KC))):
+        scores_WS, successors_WM = transitions(shortlist, term, slot, parent_tokens, gate_KR)
+        scores = (np.minimum(scores_WS, 0.0) + totals[:, None]).ravel()
+        best = np.argsort(-scores, kind="stable")[: 4 * paths]
+        parent, column = np.divmod(best, scores_WS.shape[1])
+        parent_tokens, totals = token_at(shortlist, slot, successors_WM, parent, column), scores[best]
+        histories = np.concatenate([histories[parent], parent_tokens[:, None]], axis=1)
+        scores_WK = np.concatenate([scores_WK[parent], totals[:, None]], axis=1)
+    found: dict[tuple[int, ...], float] = {}
+    for history, path_scores in list(zip(histories.tolist(), scores_WK.tolist()))[:paths]:
+        new = {tuple(history[: end + 1]): path_scores[end] for end in range(len(history))}
+        if found and len(found | new) > nodes:
+            break
+        found |= new
+    order = sorted(found, key=lambda path: (-found[path], len(path)))
+    place = {path: index for index, path in enumerate(order)}
+    return Tree(
+        np.array([path[-1] for path in order], dtype=np.int64),
+        np.array([place.get(path[:-1], -1) for path in order], dtype=np.int64),
+        np.array([len(path) - 1 for path in order], dtype=np.int64),
+        np.array([found[path] for path in order], dtype=np.float32),
+    )
+
+
 def build_chain(shortlist: Shortlist, term: ParentTerm | None, nodes: int, gate_KR: np.ndarray | None = None) -> Tree:
     """The greedy path: at each slot the argmax over the full vocabulary of U_k + W2 W1[parent]. Exact.
 

@@ -8,17 +8,22 @@ from typing import Any
 
 import torch
 
-from jetspec_train.artifacts.bundle import Bundle, check_target, read_bundle
+from jetspec_train.artifacts.bundle import STANDALONE, Bundle, check_target, read_bundle
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import TargetConfig
-from jetspec_train.decoding.drafting import BlockDrafter, Drafter, check_fits
+from jetspec_train.decoding.calibration import Calibration, check_calibration, weights_hash
+from jetspec_train.decoding.cost_profile import CostProfile
+from jetspec_train.decoding.drafting import BlockDrafter, Companions, Drafter, check_fits
 from jetspec_train.decoding.eagle3 import Eagle3Drafter
+from jetspec_train.decoding.standalone import standalone_from_folder
 from jetspec_train.modeling.draft_head import DraftHead, DraftHeadConfig
 from jetspec_train.modeling.eagle3 import Eagle3Config, Eagle3Head
+from jetspec_train.modeling.verifier import Verifier, VerifierConfig
 from jetspec_train.targets.loading import load_target
 from jetspec_train.targets.target import Target
 
 PREFIX = "draft."
+VERIFIER_PREFIX = "verifier."
 
 
 def open_bundle(
@@ -50,6 +55,8 @@ def target_config_of(meta: dict[str, Any]) -> TargetConfig:
 def drafter_from_bundle(bundle: Bundle, target: Target) -> Drafter:
     """The bundle's draft on this target; see ``open_bundle`` for what is refused."""
     check_target(bundle.meta, target.identity)
+    if bundle.meta.get("kind") == STANDALONE:
+        return standalone_from_folder(bundle.path, target, bundle.meta.get("block"))
     described = bundle.config.get("draft")
     if not isinstance(described, dict):
         raise UserError(f"{bundle.path}/config.json has no 'draft' section; export the bundle again.")
@@ -61,12 +68,50 @@ def drafter_from_bundle(bundle: Bundle, target: Target) -> Drafter:
     check_fits(config, target)
     head = DraftHead(config)
     load_draft_tensors(head, bundle.tensors, str(bundle.path))
-    return BlockDrafter(head, target)
+    return BlockDrafter(head, target, companions_of(bundle, target))
 
 
-def load_draft_tensors(head: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Copy the tensors named "draft.*" into the head. Raises UserError listing what is missing, extra or misshapen."""
-    given = {name[len(PREFIX) :]: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+def companions_of(bundle: Bundle, target: Target) -> Companions:
+    """Verifier, calibration and costs that came with a draft, checked; raises UserError for a calibration of other
+    weights or of another target (both values named), and for files that cannot be read."""
+    calibration = None
+    if bundle.calibration is not None:
+        where = f"{bundle.path}/calibration.json"
+        calibration = Calibration.from_dict(bundle.calibration, where)
+        identity = target.identity.to_dict()
+        check_calibration(calibration, weights=weights_hash(bundle.tensors), target=identity, where=where)
+    costs = None
+    if bundle.cost_profile is not None:
+        costs = CostProfile.from_dict(bundle.cost_profile, f"{bundle.path}/cost_profile.json")
+    return Companions(verifier_from_bundle(bundle), calibration, costs)
+
+
+def verifier_from_bundle(bundle: Bundle) -> Verifier | None:
+    """The bundle's verifier, as it was trained (fp32, on the CPU); None where there is none.
+
+    Raises UserError where its weights do not fit its configuration, or the draft's.
+    """
+    described, draft = bundle.config.get("verifier"), bundle.config.get("draft")
+    if described is None:
+        return None
+    config = VerifierConfig.from_dict(described)
+    width = draft.get("hidden_size") if isinstance(draft, dict) else None
+    if config.draft_hidden_size != width:
+        raise UserError(
+            f"The verifier of {bundle.path} reads draft states of width {config.draft_hidden_size}, but the draft "
+            f"beside it has width {width}. Export the bundle again."
+        )
+    verifier = Verifier(config).eval().requires_grad_(False)
+    load_draft_tensors(verifier, bundle.tensors, str(bundle.path), VERIFIER_PREFIX)
+    return verifier
+
+
+def load_draft_tensors(
+    head: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str, prefix: str = PREFIX
+) -> None:
+    """Copy the tensors named ``prefix`` + "*" into the module. Raises UserError listing what is missing, extra or
+    misshapen."""
+    given = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     expected = head.state_dict()
     missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
     misshapen = [

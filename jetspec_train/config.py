@@ -271,6 +271,22 @@ class ForeignConfig:
 
 
 @dataclass
+class CalibrateConfig:
+    """stage=calibrate: what the verifier's probabilities are worth, and above which one a check may be skipped."""
+
+    fit_prompts: int = 200  # of the split calibrate_fit, at most
+    certify_prompts: int = 800  # of the split calibrate_certify, at most; 373 without an error are the least
+    max_new_tokens: int = 96
+    batch_size: int = 16
+    stages: int = 3  # slots of a stage; a certificate is for this length alone
+    risk: float = 0.008  # share of skipped checks that the target would not have passed, at most
+    confidence: float = 0.95
+    grid: int = 20  # thresholds tested, at most; strictest first, until one fails
+    pattern_coverage: float = 0.95  # share of accepted stages that the usual attention pattern must hold
+    seed: int = 0  # of the one stage per prompt that is tested
+
+
+@dataclass
 class EvaluateConfig:
     prompts: int = 12  # per domain
     max_new_tokens: int = 128
@@ -287,6 +303,7 @@ class EvaluateConfig:
     bootstrap: int = 2000
     cost_context: int = 256  # cached tokens before the forwards of the cost curve; 0 leaves the curve out
     replay: int = 3  # prompts shown token by token in the report
+    verification: int = 4  # prompts per domain on which the verifier is judged, where there is one; 0: it is not
 
 
 @dataclass
@@ -323,7 +340,9 @@ class StandaloneConfig:
     batch_size: int = 4
     learning_rate: float = 1e-4
     warmup: float = 0.05  # share of all steps
-    lmbda: float = 0.5  # share of batches that the draft answers itself (on-policy); the others are the target's answers
+    lmbda: float = (
+        0.5  # share of batches that the draft answers itself (on-policy); the others are the target's answers
+    )
     beta: float = 0.5  # 0: forward KL, 1: reverse KL, between: generalised Jensen-Shannon divergence
     temperature: float = 0.9  # of the draft's own answers
     max_new_tokens: int = 64  # of the draft's own answers
@@ -400,6 +419,7 @@ class Config:
     foreign: ForeignConfig = field(default_factory=ForeignConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     standalone: StandaloneConfig = field(default_factory=StandaloneConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)

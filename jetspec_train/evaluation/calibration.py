@@ -210,12 +210,19 @@ class ThresholdResult:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of fixed-sequence testing. ``value``: the last threshold that passed, None if none did."""
+    """The result of fixed-sequence testing.
+
+    ``value``: the last threshold that passed, None if none did. ``test``: of that threshold, of the first one where
+    none passed, None where there was none to test. ``needed``: prompts of the same mix that would certify the threshold
+    of ``test`` if its errors stayed as many as they are. ``at_this_rate``: the same if errors keep coming at their
+    rate, None where no number of prompts would do.
+    """
 
     value: float | None
     rows: list[dict[str, Any]]
-    test: ThresholdResult | None  # of the certified threshold; of the first one where none passed
-    needed: int | None  # prompts that would certify the first threshold at its error rate; None: no number would
+    test: ThresholdResult | None
+    needed: int
+    at_this_rate: int | None
 
     @property
     def certified(self) -> bool:
@@ -255,15 +262,17 @@ def certify(
         if not passed:
             break
         value, last = float(threshold), test
-    return Certificate(value, rows, last or first, _prompts_needed(first, risk, confidence))
-
-
-def _prompts_needed(test: ThresholdResult | None, risk: float, confidence: float) -> int | None:
-    """Prompts of the same mix that certify the threshold of ``test``, at its rate of errors and of tested prompts."""
-    if test is None or not test.tested:
-        return None
-    trials = trials_at_rate(test.errors / test.tested, risk, confidence)
-    return None if trials is None else math.ceil(trials * test.prompts / test.tested)
+    test = last or first
+    tested, errors = (test.tested, test.errors) if test is not None else (0, 0)
+    trials = trials_at_rate(errors / tested, risk, confidence) if tested else None
+    share = tested / test.prompts if test is not None and tested else 1.0  # of the prompts, those with a stage to test
+    return Certificate(
+        value=value,
+        rows=rows,
+        test=test,
+        needed=math.ceil(trials_needed(errors, risk, confidence) / share),
+        at_this_rate=None if trials is None else math.ceil(trials / share),
+    )
 
 
 def random_stage(prompt_id: str, stages: int, seed: int) -> int:

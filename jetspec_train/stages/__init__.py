@@ -15,6 +15,7 @@ STAGES = {
     "distill": "let the target answer the recipe's prompts; writes run_dir/distill/samples-*.parquet",
     "select": "choose the answers worth training on within the budget; writes run_dir/select/summary.html",
     "train": "train the draft on those answers; writes run_dir/train/checkpoints/",
+    "calibrate": "find out what the verifier's probabilities are worth; writes run_dir/calibrate/calibration.json",
     "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",
     "evaluate": "measure plain against speculative decoding; writes run_dir/evaluate/report.json and report.html",
     "adapt": "teach a bundle another domain: a small adapter that the decoder swaps; writes run_dir/adapt/",

@@ -108,10 +108,13 @@ def test_testing_stops_at_the_first_failure_and_keeps_the_last_success() -> None
 def test_without_enough_prompts_there_is_no_certificate_and_the_number_is_named() -> None:
     found = certify([0.99], lambda threshold: ThresholdResult(40, 0, prompts=50))
     assert found.value is None and not found.certified
-    assert found.needed == math.ceil(373 * 50 / 40)
-    bad = certify([0.99], lambda threshold: ThresholdResult(40, 3, prompts=50))
-    assert bad.value is None and bad.needed is None
-    assert certify([], lambda threshold: ThresholdResult(0, 0, 0)).value is None
+    assert found.needed == found.at_this_rate == math.ceil(373 * 50 / 40)
+    one_error = certify([0.99], lambda threshold: ThresholdResult(250, 1, prompts=500))
+    assert one_error.needed == 2 * 592 and one_error.at_this_rate > one_error.needed
+    bad = certify([0.99], lambda threshold: ThresholdResult(40, 3, prompts=40))
+    assert bad.value is None and bad.needed == trials_needed(3) and bad.at_this_rate is None
+    nothing = certify([], lambda threshold: ThresholdResult(0, 0, 0))
+    assert nothing.value is None and nothing.test is None and nothing.needed == 373
 
 
 def test_a_run_that_was_stopped_for_its_errors_never_certifies() -> None:

@@ -12,6 +12,7 @@ line and an exit code:
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -28,6 +29,10 @@ STAGES_THAT_WRITE = ("pipeline", "distill", "train", "export", "evaluate")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. ``arguments`` default to the process's own."""
     words = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line at once, as a terminal does
+    # The deepspeed launcher adds this word; the rank is taken from the environment.
+    words = [word for word in words if not word.startswith("--local_rank")]
     try:
         return _run(words)
     except UserError as error:

@@ -46,6 +46,11 @@ class Facts:
     device: str
     draft_parameters: int
     taps: int
+    verifier_parameters: int = 0
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.draft_parameters + self.verifier_parameters
 
     @property
     def feature_bytes_per_token(self) -> int:
@@ -63,6 +68,8 @@ def facts_of(cfg: Config) -> Facts:
 
     from jetspec_train.modeling.draft_config import resolve_draft_config
     from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.modeling.verifier_config import parameter_count, resolve_verifier_config
+    from jetspec_train.stages.training_verifier import has_verifier
     from jetspec_train.targets.families import check_architecture, text_config
     from jetspec_train.targets.loading import pick_device, pick_dtype, resolve
 
@@ -80,6 +87,9 @@ def facts_of(cfg: Config) -> Facts:
     device = pick_device(cfg.target)
     dtype = pick_dtype(cfg.target, device)
     parameters = sum(p.numel() for p in model.parameters())
+    judge = 0
+    if has_verifier(cfg):
+        judge = parameter_count(resolve_verifier_config(cfg.verifier, head.config, target_parameters=parameters))
     embedding = model.get_input_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -95,6 +105,7 @@ def facts_of(cfg: Config) -> Facts:
         device=device,
         draft_parameters=head.trainable_parameters,
         taps=len(head.config.target_layer_ids),
+        verifier_parameters=judge,
     )
 
 
@@ -135,8 +146,8 @@ def disk_bytes(cfg: Config, facts: Facts) -> dict[str, int]:
     tokens = answer_tokens(cfg)
     kept = cfg.train.keep + 3  # beside the newest: the best, the one being written, the bundle
     needed = {
-        "train": kept * CHECKPOINT_BYTES * facts.draft_parameters,
-        "export": 4 * facts.draft_parameters,
+        "train": kept * CHECKPOINT_BYTES * facts.trained_parameters,
+        "export": 4 * facts.trained_parameters,
         "evaluate": 5_000_000,
     }
     if tokens is not None:
@@ -165,7 +176,7 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
     memory = {
         "distill": weights + batch * context * facts.kv_bytes_per_token,
         "train": weights
-        + ADAM_BYTES * facts.draft_parameters
+        + ADAM_BYTES * facts.trained_parameters
         + rows * features_per_token
         + 24 * slots * facts.hidden_size * cfg.draft.layers * 4
         + 3 * chunk * 4,
@@ -180,7 +191,10 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
         forward = timed(facts, rows)
         head_share = facts.vocab_size * facts.hidden_size + facts.draft_parameters
         draft = forward * 4 * slots * head_share / (rows * facts.parameters)  # forward, twice as much backward, labels
-        seconds["train"] = steps * cfg.train.accumulation * (forward + draft) * OVERHEAD_OF_TRAINING
+        # Nodes of a judged block: the candidates of the slots on its path, which is about half as long as the block.
+        nodes = cfg.verifier.blocks * cfg.train.sequences * cfg.draft.block * (1 + cfg.verifier.siblings) // 2
+        judge = forward * 3 * nodes * facts.verifier_parameters / (rows * facts.parameters * cfg.train.accumulation)
+        seconds["train"] = steps * cfg.train.accumulation * (forward + draft + judge) * OVERHEAD_OF_TRAINING
     domains = len(cfg.evaluate.domains) if cfg.evaluate.domains else 6
     answers = cfg.evaluate.prompts * domains * cfg.evaluate.max_new_tokens * cfg.evaluate.repeats
     seconds["evaluate"] = answers * timed(facts, 1) * OVERHEAD_OF_DECODING * (1.7 + len(cfg.evaluate.baselines))

@@ -117,7 +117,7 @@ def has_verifier(cfg: Config) -> bool:
         raise UserError(
             f"train.init={cfg.train.init} is the frozen draft of train.only=verifier; set that, or unset it."
         )
-    return cfg.verifier.enabled and cfg.train.only != "draft"
+    return cfg.verifier.enabled and cfg.train.only != "draft" and cfg.draft.kind == "block"
 
 
 def train_folder(cfg: Config) -> Path:

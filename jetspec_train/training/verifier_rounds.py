@@ -67,7 +67,9 @@ class HeldOutRounds:
         for row, answer in enumerate(self.answers):
             self.tokens_BT[row, : lengths[row]] = torch.tensor([*answer.prompt, *answer.tokens])
             self.documents_BT[row, : lengths[row]] = 0
-            self.supervised_BT[row, len(answer.prompt) : lengths[row]] = True
+            # Before the last token that it may emit, decoding drafts nothing: the target's own choice fills it.
+            cut = answer.tokens[-1] not in target.eos_ids
+            self.supervised_BT[row, len(answer.prompt) : lengths[row] - cut] = True
         self.positions_BT = torch.arange(shape[1]).expand(shape)
         rows = [
             target.forward_packed(

@@ -11,17 +11,19 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import StandaloneConfig, TargetConfig
-from jetspec_train.data.samples import SampleStore
 from jetspec_train.decoding.standalone import different_tokens, token_difference
 from jetspec_train.targets.chat import ChatTokenizer
 from jetspec_train.targets.loading import load_tokenizer, pick_device, pick_dtype, resolve
+
+if TYPE_CHECKING:
+    from jetspec_train.data.samples import SampleStore
 
 IGNORED = -100  # a label that takes no loss
 _LAYER = re.compile(r"^(.*\.(?:layers|h)\.)(\d+)(\..*)$")

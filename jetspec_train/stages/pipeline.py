@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import make_folder, readable_seconds, require_free_space
 from jetspec_train.config import Config
 from jetspec_train.stages import load_stage
@@ -37,10 +38,55 @@ def preflight(cfg: Config) -> None:
     require_free_space(cfg.run_dir, disk_needed(disk_bytes(cfg, facts), cfg.run_dir), "The pipeline")
 
 
+def submit(cfg: Config) -> None:
+    """Put the stages into Slurm's queue, each after the one before.
+
+    Raises UserError for a target that the compute nodes could not load, a training that its ranks do not
+    divide, and what ``submit_chain`` refuses.
+    """
+    from jetspec_train.cluster.jobs import submit_chain
+    from jetspec_train.cluster.scripts import shape_of
+    from jetspec_train.stages.train import check_ranks
+
+    shape = shape_of("train", cfg.cluster)
+    if "train" in cfg.pipeline:
+        check_ranks(cfg, shape.nodes * shape.tasks_per_node)
+    if cfg.cluster.offline:
+        require_fetched(cfg)
+    for record in submit_chain(cfg):
+        after = f" after {record['after']}" if record["after"] else ""
+        print(f"submitted {record['job']:<15} {record['id']}{after}  {record['script']}")
+    print(f"\nprogress: python -m jetspec_train stage=status {shlex.quote(f'run_dir={cfg.run_dir}')}")
+
+
+def require_fetched(cfg: Config) -> None:
+    """Raise UserError with the command to run unless the target's weights are on this file system already."""
+    from jetspec_train.targets.loading import resolve
+
+    source = resolve(cfg.target)
+    if Path(source.location).exists():
+        return
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(source.location, revision=source.revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        revision = f" --revision {source.revision}" if source.revision else ""
+        raise UserError(
+            f"The target {source.location} is not in the hub cache, and compute nodes are taken to be offline "
+            f"(cluster.offline=true). Fetch it here first: hf download {source.location}{revision}  (HF_HOME must be "
+            f"on a disk that the compute nodes see)."
+        ) from None
+
+
 def run(cfg: Config) -> None:
-    """Run every stage; raises whatever the first failing one raises."""
+    """Run every stage, or submit them with cluster=slurm; raises whatever the first failing one raises."""
     preflight(cfg)
     make_folder(cfg.run_dir)
+    if cfg.cluster.name == "slurm":
+        submit(cfg)
+        return
     for number, name in enumerate(cfg.pipeline, start=1):
         mark = f"[{number}/{len(cfg.pipeline)}] {name}"
         print(f"\n{mark}", flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.artifacts.files import read_jsonl, readable_bytes, readable_seconds
+from jetspec_train.artifacts.files import read_json, read_jsonl, readable_bytes, readable_seconds
 from jetspec_train.artifacts.manifest import read_manifest
 from jetspec_train.config import Config
 
@@ -31,12 +31,13 @@ def run(cfg: Config) -> None:
 
 def report_lines(root: Path, stages: list[str]) -> list[str]:
     """The lines that ``stage=status`` prints for a run directory."""
-    found = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    found = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name != "slurm" and p.name[0] != ".")
     names = stages + [name for name in found if name not in stages]
     lines = [f"run directory {root}"]
     for name in names:
         state, details = stage_state(root / name)
         lines.append(f"  {name:<10} {state:<12} {details}".rstrip())
+    lines += progress_lines(root)
     metrics = last_metrics(root / "train" / "metrics.jsonl")
     for kind, record in metrics.items():
         shown = ", ".join(f"{key} {_shown(value)}" for key, value in record.items() if _is_plain(value))
@@ -46,6 +47,27 @@ def report_lines(root: Path, stages: list[str]) -> list[str]:
         from jetspec_train.evaluation.report import load_report, summary_table
 
         lines += ["", summary_table(load_report(report)), f"report: {report.with_suffix('.html')}"]
+    return lines
+
+
+def progress_lines(root: Path) -> list[str]:
+    """Jobs of a cluster, and speed and time left of a training that goes on."""
+    from jetspec_train.cluster.jobs import job_lines
+
+    lines = [f"  {line}" for line in job_lines(root)]
+    last = last_metrics(root / "train" / "metrics.jsonl").get("train")
+    if last and last.get("total_steps") and last["step"] < last["total_steps"]:
+        step, total, seconds = last["step"], last["total_steps"], last["seconds"]
+        left = readable_seconds(seconds / step * (total - step))
+        lines.append(
+            f"  training: step {step:,} of {total:,} ({step / total:.0%}), {last['tokens_per_second']:,.0f} tokens/s, "
+            f"{left} left while it runs"
+        )
+    for place in sorted((root / "train" / "ranks").glob("rank-*.json")):
+        facts = read_json(place, "The place of a rank")
+        ago = time.time() - facts["written"]
+        if ago < RECENT_SECONDS:
+            lines.append(f"    rank {facts['rank']} on {facts['host']}: {facts['place']}, seen {ago:.0f} s ago")
     return lines
 
 

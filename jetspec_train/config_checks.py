@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     # lists: every entry must be one of these
     "negatives.kinds": ("on_policy", "near_miss", "numeric", "swap", "repeat", "truncate", "stale", "subword"),
     "negatives.splits": ("train", "dev", "calibrate_fit", "calibrate_certify"),
-    "pipeline": ("distill", "select", "train", "calibrate", "export", "evaluate"),
+    "pipeline": ("distill", "select", "negatives", "train", "calibrate", "export", "evaluate"),
     "export.formats": ("bundle", "vllm", "dflash", "jetspec", "deepspec", "eagle3"),
     "evaluate.baselines": ("generate", "prompt_lookup", "assisted"),
 }

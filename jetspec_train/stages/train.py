@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jetspec_train.modeling.draft_head import DraftHead
     from jetspec_train.targets.target import Target
     from jetspec_train.training.checkpoint import TrainState
-    from jetspec_train.training.engine import Ranks
+    from jetspec_train.training.ranks import Ranks
     from jetspec_train.training.step import StepSettings
 
 STAGE = "train"
@@ -74,7 +74,7 @@ def run(cfg: Config) -> None:
     that do not divide the batch; SystemExit(85) after a stop signal, KeyboardInterrupt after Ctrl-C, both saved.
     """
     from jetspec_train.targets.loading import pick_device, target_identity
-    from jetspec_train.training.engine import join_ranks, leave_ranks
+    from jetspec_train.training.ranks import join_ranks
 
     folder = Path(cfg.run_dir) / STAGE
     identity = train_identity(cfg, target_identity(cfg.target).to_dict())
@@ -85,11 +85,8 @@ def run(cfg: Config) -> None:
     ranks = join_ranks(pick_device(cfg.target))
     check_ranks(cfg, ranks.world)
     make_folder(folder)
-    try:
-        with only_trainer(folder, ranks):
-            asked = _train(cfg, folder, identity, ranks)
-    finally:
-        leave_ranks()
+    with only_trainer(folder, ranks):
+        asked = _train(cfg, folder, identity, ranks)
     if asked == signal.SIGINT:
         raise KeyboardInterrupt
     if asked:
@@ -159,12 +156,13 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     from jetspec_train.targets.loading import load_target
     from jetspec_train.training.acceptance import measure_acceptance
     from jetspec_train.training.checkpoint import checkpoint_name, save_checkpoint
-    from jetspec_train.training.engine import create_engine
+    from jetspec_train.training.engine import create_engine, write_optimizer
     from jetspec_train.training.loop import Cadence, StepResult, train
     from jetspec_train.training.schedule import make_optimizer, make_scheduler
     from jetspec_train.training.signals import stop_on_signals
     from jetspec_train.training.step import DraftStep, plan_step, run_step
     from jetspec_train.training.tracking import Tracker
+    from jetspec_train.training.watchdog import Watchdog
 
     settings = cfg.train
     store, left_out = load_data(cfg)
@@ -178,7 +176,9 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     head = fresh_head(draft_config, cfg.seed).to(target.device)
     step_settings = step_settings_of(cfg, draft_config, target)
     module = DraftStep(head, target, step_settings)
-    engine = create_engine(cfg.engine.name, clip=settings.clip, ranks=ranks)
+    engine = create_engine(
+        cfg.engine, clip=settings.clip, ranks=ranks, accumulation=settings.accumulation, device=target.device
+    )
     optimizer = make_optimizer(
         module,
         learning_rate=settings.learning_rate,
@@ -208,29 +208,35 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
         )
 
     def save(current: TrainState) -> None:
+        tensors, optimizer_state = engine.model_tensors(), engine.optimizer_state()  # all ranks bring their parts
         if not ranks.is_main:
             return
         save_checkpoint(
             folder / "checkpoints",
             dataclasses.replace(current, identity=dict(identity)),
-            tensors=engine.model_tensors(),
+            tensors=tensors,
             draft=draft_config.to_dict(),
-            save_engine=engine.save,
+            save_engine=lambda place: write_optimizer(optimizer_state, place),
             keep=settings.keep,
         )
 
-    with stop_on_signals() as stop:
+    watchdog = Watchdog(folder / "ranks", ranks, stage=STAGE, limit=60 * cfg.cluster.hang_minutes)
+    engine.on_exchange = lambda: watchdog.enter(f"step {state.step + 1}, exchanging gradients")
+    with stop_on_signals() as stop, watchdog:
         measure = None
         if settings.eval_prompts:
 
             def measure() -> dict[str, Any] | None:
+                tensors = engine.model_tensors()  # all ranks bring their parts
+                if not ranks.is_main:
+                    return None
                 return measure_acceptance(
-                    head,
+                    draft_of(tensors, draft_config, target.device),
                     target,
                     prompts,
                     cfg.decoding,
                     max_new_tokens=settings.eval_max_new_tokens,
-                    should_stop=lambda: bool(stop),
+                    should_stop=lambda: watchdog.beat() or bool(stop),
                 )
 
         tracker = None
@@ -246,6 +252,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
             tracker=tracker,
             stop=stop,
             ranks=ranks,
+            enter=watchdog.enter,
         )
         if tracker is not None:
             tracker.close({"best": state.best, "step": state.step})
@@ -289,6 +296,18 @@ def fresh_head(config: Any, seed: int) -> DraftHead:
         return DraftHead(config)
 
 
+def draft_of(tensors: Mapping[str, Any], config: Any, device: Any) -> DraftHead:
+    """A draft head with the weights that an engine gave out (``draft.*``); a copy, as a divided engine has no whole."""
+    from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.training.engine import load_strictly
+
+    prefix = "draft."
+    head = DraftHead(config)
+    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    load_strictly(head, own, "the running training")
+    return head.to(device)
+
+
 def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
     """The step's settings; ``train.precision=auto`` multiplies in bfloat16 where the target does."""
     import torch
@@ -314,7 +333,7 @@ def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
 def resume(folder: Path, engine: Any, identity: Mapping[str, Any], ranks: Ranks) -> TrainState:
     """The state of the newest good checkpoint, loaded into the engine; a fresh one if there is none."""
     from jetspec_train.training import checkpoint
-    from jetspec_train.training.engine import from_main_rank
+    from jetspec_train.training.ranks import from_main_rank
 
     warn = (lambda text: print(text, file=sys.stderr)) if ranks.is_main else (lambda text: None)
     found = from_main_rank(checkpoint.newest_checkpoint(folder, warn) if ranks.is_main else None, ranks)

@@ -1,23 +1,22 @@
-"""The door to the optimiser: one small interface, plain torch behind it.
+"""The door to the optimiser: one small interface, plain torch or DeepSpeed behind it.
 
 The loop knows only these calls: ``wrap`` once, then for every micro-step ``backward(loss, boundary)``, then
-``step()`` once per optimiser step, ``save`` / ``load`` around it. The contract that lets another engine stand behind
-the same door:
+``step()`` once per optimiser step; ``load`` right after ``wrap`` to continue a run, ``model_tensors`` and
+``optimizer_state`` to save one. The contract of both engines:
 
 * **the loss arrives normalised for the whole global batch** (every rank and every accumulation step, METHODS 3), so
-  gradients are *summed* over micro-steps and ranks and never averaged. An engine that averages by itself multiplies
-  by the number of ranks first and leaves its own division by the accumulation steps off;
+  gradients are *summed* over micro-steps and ranks and never averaged;
 * the frozen target stays outside: only the trained module is wrapped;
-* ``save`` is called at step boundaries alone, so there are never partial gradients to keep.
-
-Ranks: one process per device. Rank and address come from torchrun's variables or from Slurm's; a single process needs
-neither and never makes a process group.
+* a run is saved at step boundaries alone, so there are never partial gradients to keep;
+* what is saved is whole, in fp32, and in torch's own form, whatever the engine and however it was divided among the
+  ranks. So a checkpoint continues on another number of ranks, another ZeRO stage or the other engine, and needs
+  neither a GPU nor DeepSpeed to be exported. Price: rank 0 holds 12 bytes per trained parameter in CPU memory while
+  it saves.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,78 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from jetspec_train.artifacts.errors import UserError
+from jetspec_train.config import EngineConfig
+from jetspec_train.training.ranks import Ranks
 
 OPTIMIZER_FILE = "optimizer.pt"
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Which process this is. ``local`` is the index of its device on this machine."""
-
-    rank: int = 0
-    world: int = 1
-    local: int = 0
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-
-def join_ranks(device: str = "cpu") -> Ranks:
-    """Find this process's rank from the launcher's variables and meet the others.
-
-    Understood: torchrun's ``RANK``/``WORLD_SIZE``/``LOCAL_RANK`` and Slurm's ``SLURM_PROCID``/``SLURM_NTASKS``/
-    ``SLURM_LOCALID`` (only inside ``srun``, where ``SLURM_STEP_ID`` is set: a bare sbatch script is one process).
-    Raises UserError when there are several ranks and no address to meet at.
-    """
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        ranks = Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
-    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        ranks = Ranks(int(env["SLURM_PROCID"]), int(env.get("SLURM_NTASKS", "1")), int(env.get("SLURM_LOCALID", "0")))
-    else:
-        ranks = Ranks()
-    if ranks.world > 1 and not dist.is_initialized():
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            raise UserError(
-                f"{ranks.world} ranks were started but {' and '.join(missing)} is not set, so that they cannot meet. "
-                f"Start with torchrun, or export MASTER_ADDR (the first node's name) and MASTER_PORT (a free port)."
-            )
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world)
-    return ranks
-
-
-def leave_ranks() -> None:
-    """Close the process group if there is one."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def sum_over_ranks(values: Tensor, ranks: Ranks) -> Tensor:
-    """The element-wise sum over all ranks (the tensor itself when there is one rank)."""
-    if ranks.world > 1:
-        dist.all_reduce(values)
-    return values
-
-
-def largest_over_ranks(value: int, ranks: Ranks, device: torch.device | str = "cpu") -> int:
-    """The same answer on every rank: the largest of theirs (how ranks agree to stop)."""
-    if ranks.world == 1:
-        return value
-    shared = torch.tensor([value], device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return int(shared.item())
-
-
-def from_main_rank(value: Any, ranks: Ranks) -> Any:
-    """What rank 0 decided, on every rank (PITFALLS 23: decide once, broadcast)."""
-    if ranks.world == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+DEFAULT_ZERO_STAGE = 2
 
 
 class Engine(Protocol):
@@ -105,6 +37,7 @@ class Engine(Protocol):
 
     name: str
     ranks: Ranks
+    on_exchange: Callable[[], None]  # called before ranks wait for each other's gradients
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> nn.Module: ...
 
@@ -114,7 +47,7 @@ class Engine(Protocol):
 
     def model_tensors(self) -> dict[str, Tensor]: ...
 
-    def save(self, folder: Path) -> None: ...
+    def optimizer_state(self) -> dict[str, Any]: ...
 
     def load(self, folder: Path, tensors: dict[str, Tensor]) -> None: ...
 
@@ -131,6 +64,7 @@ class TorchEngine:
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
+        self.on_exchange: Callable[[], None] = lambda: None
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> nn.Module:
         """Take charge of the three; returns the module that the loop must call."""
@@ -145,52 +79,74 @@ class TorchEngine:
         loss.backward()
 
     def step(self) -> float:
-        """Reduce, clip, update, advance the schedule. Returns the gradient norm before clipping.
+        """Reduce, clip, update, advance the schedule. Returns the gradient norm before clipping (the draft's, where a
+        verifier is trained beside it: each is clipped by its own, so that the one does not move the other).
 
         Raises FloatingPointError if the gradient is not finite: no update is made, so that the last checkpoint and
         the weights in memory are still good.
         """
         assert self.model is not None and self.optimizer is not None
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
         if self.ranks.world > 1:
+            self.on_exchange()
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             # A parameter unused on this rank may be used on another: every rank reduces the same flat buffer.
             flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
             dist.all_reduce(flat)
             for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.grad = piece.view_as(parameter)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        if not bool(torch.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"the gradient norm is {norm.item()}")
-        if self.clip > 0 and gradients:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+        norm = self.clip_networks()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
+
+    def clip_networks(self) -> float:
+        """Clip each network by its own norm; returns the first one's. FloatingPointError, and no gradients any more,
+        if one is not finite."""
+        assert self.model is not None and self.optimizer is not None
+        norms = [(group, torch.nn.utils.get_total_norm(gradients_of(group))) for group in _networks(self.model)]
+        bad = [norm.item() for _, norm in norms if not bool(torch.isfinite(norm))]
+        if bad:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient norm is {bad[0]}")
+        if self.clip > 0:
+            for group, norm in norms:
+                torch.nn.utils.clip_grads_with_norm_(group, self.clip, norm)
+        return float(norms[0][1]) if norms else 0.0
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """The trained weights, whole, on the CPU, in fp32 (what a checkpoint and the export hold)."""
+        """The trained weights, whole, on the CPU, in fp32 (what a checkpoint and the export hold).
+
+        Every rank must call it; rank 0 gets the weights, the others may get nothing.
+        """
         assert self.model is not None
         return {name: value.detach().to("cpu").contiguous() for name, value in self.model.state_dict().items()}
 
-    def save(self, folder: Path) -> None:
-        """Write the optimiser's and the schedule's state into ``folder`` (rank 0 only; the ranks hold the same)."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of optimiser and schedule for ``write_optimizer``; every rank must call it, rank 0 gets it."""
         assert self.optimizer is not None
-        if self.ranks.is_main:
-            state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
-            torch.save(state, folder / OPTIMIZER_FILE)
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
 
     def load(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Bring back weights (``tensors``, strictly the same names and shapes) and optimiser state."""
+        """Bring back weights (``tensors``, strictly the same names and shapes) and the state in ``folder``."""
         assert self.model is not None and self.optimizer is not None
         load_strictly(self.model, tensors, str(folder))
         state = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _networks(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters that have gradients: the draft's and the verifier's apart, those of any other module together."""
+    apart: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            apart[name.startswith("verifier.")].append(parameter)
+    return [group for group in apart.values() if group]
 
 
 def load_strictly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -209,8 +165,41 @@ def load_strictly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     model.load_state_dict(tensors)
 
 
-def create_engine(name: str, *, clip: float, ranks: Ranks) -> Engine:
-    """The engine of that name; ``auto`` is plain torch."""
-    if name in ("auto", "torch"):
-        return TorchEngine(clip=clip, ranks=ranks)
-    raise UserError(f"engine.name={name} is not available in this version. Use engine.name=torch (or auto).")
+def write_optimizer(state: dict[str, Any], folder: Path) -> None:
+    """Put what ``optimizer_state`` gave rank 0 into a checkpoint's folder."""
+    torch.save(state, folder / OPTIMIZER_FILE)
+
+
+def create_engine(
+    cfg: EngineConfig, *, clip: float, ranks: Ranks, accumulation: int = 1, device: torch.device | str = "cpu"
+) -> Engine:
+    """The engine that was asked for. ``auto`` is DeepSpeed where it can be imported and there are several ranks or a
+    GPU, else plain torch. Raises UserError for an engine that is missing or lacks the ZeRO stage asked for."""
+    if cfg.name not in ("auto", "torch", "deepspeed"):
+        raise UserError(f"engine.name={cfg.name} is not known; allowed are auto, torch, deepspeed.")
+    from jetspec_train.training import deepspeed_engine
+
+    device = torch.device(device)
+    reason = "engine.name=torch"
+    if cfg.name == "deepspeed" or (cfg.name == "auto" and (ranks.world > 1 or device.type == "cuda")):
+        reason = deepspeed_engine.why_not(device)
+        if not reason:
+            return deepspeed_engine.DeepSpeedEngine(
+                clip=clip,
+                ranks=ranks,
+                accumulation=accumulation,
+                device=device,
+                stage=DEFAULT_ZERO_STAGE if cfg.zero_stage is None else cfg.zero_stage,
+                offload=cfg.offload,
+            )
+        if cfg.name == "deepspeed":
+            raise UserError(f"engine=deepspeed cannot be used: {reason}. Install it, or use engine=torch.")
+    elif cfg.name == "auto":
+        reason = "one rank without a GPU"
+    if cfg.zero_stage or cfg.offload:
+        asked = f"engine.zero_stage={cfg.zero_stage}" if cfg.zero_stage else "engine.offload=true"
+        raise UserError(
+            f"{asked} needs DeepSpeed, but this run uses plain torch ({reason}), which keeps everything on every rank. "
+            f"Use engine=deepspeed, or leave engine.zero_stage and engine.offload at their defaults."
+        )
+    return TorchEngine(clip=clip, ranks=ranks)

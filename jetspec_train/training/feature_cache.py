@@ -39,7 +39,7 @@ from jetspec_train.artifacts.files import (
     writing,
 )
 from jetspec_train.targets.target import Target
-from jetspec_train.training.engine import Ranks
+from jetspec_train.training.ranks import Ranks
 from jetspec_train.training.step import States, TrainBatch
 
 SHARD_BYTES = 256 << 20

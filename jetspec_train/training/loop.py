@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.training.checkpoint import TrainState
-from jetspec_train.training.engine import Ranks, from_main_rank, largest_over_ranks
+from jetspec_train.training.ranks import Ranks, from_main_rank, largest_over_ranks
 from jetspec_train.training.signals import StopRequest
 from jetspec_train.training.tracking import Tracker
 
@@ -59,14 +59,16 @@ def train(
     tracker: Tracker | None,
     stop: StopRequest,
     ranks: Ranks | None = None,
+    enter: Callable[[str], None] = lambda place: None,
     show_progress: bool = True,
 ) -> int:
     """Train from ``state.step`` to ``cadence.total``; ``state`` is updated in place.
 
-    ``measure`` returns a record with ``acceptance_length`` (by which the best checkpoint is chosen) or None if it was
-    asked to stop half-way; without it nothing is measured and there is no best. ``save`` writes a checkpoint of the
-    state on all ranks. Returns 0 when finished, else the number of the signal that stopped it; a checkpoint of the
-    last finished step is then on the disk. Raises UserError
+    ``measure`` is called on all ranks and counts on rank 0: a record with ``acceptance_length`` (by which the best
+    checkpoint is chosen), or None if it was asked to stop half-way; without it nothing is measured and there is no
+    best. ``save`` writes a checkpoint of the state, called on all ranks too. ``enter`` is told what comes next (the
+    watchdog listens). Returns 0 when finished, else the number of the signal that stopped it; a checkpoint of the last
+    finished step is then on the disk. Raises UserError
     if the loss or gradient stops being finite.
     """
     ranks = ranks or Ranks()
@@ -85,9 +87,11 @@ def train(
             saved_step = -1 if _evaluate(state, measure, tracker, ranks) else saved_step  # it was stopped before this
         since, tokens_since = time.perf_counter(), 0
         while state.step < cadence.total:
+            enter(f"step {state.step + 1}, agreeing to go on")
             asked = largest_over_ranks(stop.signal_number, ranks)
             if asked:
                 break
+            enter(f"step {state.step + 1}, computing")
             started = time.perf_counter()
             try:
                 result = run_step(state.step)
@@ -109,23 +113,27 @@ def train(
                 if tracker is not None:
                     facts = {"gradient_norm": result.gradient_norm, "learning_rate": result.learning_rate}
                     facts |= {"token_visits": state.token_visits, "tokens_per_second": round(rate, 1)}
+                    facts["total_steps"] = cadence.total
                     tracker.log("train", state.step, {**numbers, **facts, "seconds": round(state.seconds, 3)})
                 _show(bar, state, cadence, numbers, rate, quiet=not (show_progress and ranks.is_main))
                 since, tokens_since = time.perf_counter(), 0
             if measure is not None and cadence.due(cadence.evaluate, state.step):
                 pause = time.perf_counter()
+                enter(f"measuring acceptance after step {state.step}")
                 if _evaluate(state, measure, tracker, ranks):
                     save(state)
                     saved_step = state.step
                 since += time.perf_counter() - pause
             if saved_step != state.step and cadence.due(cadence.save, state.step):
                 pause = time.perf_counter()
+                enter(f"saving step {state.step}")
                 save(state)
                 saved_step = state.step
                 since += time.perf_counter() - pause
     if measure is not None and state.step == cadence.total and state.evaluated_step != state.step:
         asked = largest_over_ranks(stop.signal_number, ranks)  # stopped while measuring after the last step
     if saved_step != state.step and state.step > 0:
+        enter(f"saving step {state.step}")
         save(state)
     return asked
 
@@ -133,18 +141,23 @@ def train(
 def _evaluate(
     state: TrainState, measure: Callable[[], dict[str, Any] | None], tracker: Tracker | None, ranks: Ranks
 ) -> bool:
-    """Measure acceptance on rank 0, tell the others, keep the best in the state. False: stopped half-way."""
+    """Measure acceptance, tell the other ranks, keep the best in the state. False: stopped half-way."""
     started = time.perf_counter()
-    record = from_main_rank(measure() if ranks.is_main else None, ranks)
+    record = from_main_rank(measure(), ranks)
     if record is None:
         return False
     state.seconds += time.perf_counter() - started
     state.evaluated_step = state.step
-    if state.best is None or record["acceptance_length"] > state.best["acceptance_length"]:
+    if state.best is None or score_of(record) > score_of(state.best):
         state.best = {"step": state.step, **record}
     if tracker is not None:
         tracker.log("evaluation", state.step, {**record, "best_step": state.best["step"]})
     return True
+
+
+def score_of(record: Mapping[str, Any]) -> float:
+    """What the best checkpoint is chosen by: ``score`` where a record has one, else the acceptance length."""
+    return float(record.get("score", record.get("acceptance_length", 0.0)))
 
 
 def add_sums(window: dict[str, Any], sums: Sums) -> None:

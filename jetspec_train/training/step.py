@@ -26,8 +26,9 @@ from jetspec_train.modeling.draft_head import DraftHead
 from jetspec_train.objectives.draft_loss import DraftLoss, draft_loss
 from jetspec_train.objectives.weights import slot_weights, total_weight
 from jetspec_train.targets.target import Target
-from jetspec_train.training.engine import Engine, sum_over_ranks
+from jetspec_train.training.engine import Engine
 from jetspec_train.training.loop import StepResult, Sums
+from jetspec_train.training.ranks import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class DraftStep(nn.Module):
     @property
     def target(self) -> Target:
         return self._outside[0]
+
+    def used_directly(self) -> list[Tensor]:
+        """Large trained weights that are read outside their own module's forward: an engine that divides weights
+        among ranks must bring these together first."""
+        return [] if self.draft.parent_weight is None else [self.draft.parent_weight]
 
     def forward(
         self,

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from jetspec_train.artifacts.errors import UserError
-from jetspec_train.config import TrackingConfig
+from jetspec_train.config import EngineConfig, TrackingConfig
 from jetspec_train.training.checkpoint import TrainState
-from jetspec_train.training.engine import TorchEngine, create_engine, join_ranks
+from jetspec_train.training.engine import TorchEngine, create_engine, write_optimizer
 from jetspec_train.training.loop import Cadence, StepResult, train
+from jetspec_train.training.ranks import Ranks, find_address, find_ranks
 from jetspec_train.training.schedule import learning_rate_share, make_optimizer, make_scheduler
 from jetspec_train.training.signals import exit_code_for, stop_on_signals
 from jetspec_train.training.tracking import Tracker, read_metrics
@@ -39,7 +40,7 @@ def test_2n_steps_equal_n_and_resumed_n_bit_for_bit(tmp_path: Path) -> None:
     model, engine = make_engine()
     for step in range(5):
         one_step(model, engine, step)
-    engine.save(tmp_path)
+    write_optimizer(engine.optimizer_state(), tmp_path)
     tensors = {name: value.clone() for name, value in engine.model_tensors().items()}
     for step in range(5, 10):
         one_step(model, engine, step)
@@ -84,7 +85,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_weights_of_another_draft_are_refused_by_name(tmp_path: Path) -> None:
     _, engine = make_engine()
-    engine.save(tmp_path)
+    write_optimizer(engine.optimizer_state(), tmp_path)
     tensors = engine.model_tensors()
     tensors["0.weight"] = torch.zeros(2, 2)
     tensors["extra"] = tensors.pop("2.bias")
@@ -99,14 +100,46 @@ def test_learning_rate_rises_then_falls_to_the_floor() -> None:
     assert shares[-1] == pytest.approx(0.1)
 
 
-def test_unknown_engine_and_missing_address_are_user_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_engines_and_what_plain_torch_lacks_are_user_errors() -> None:
     with pytest.raises(UserError, match=r"engine\.name=horse"):
-        create_engine("horse", clip=1.0, ranks=join_ranks())
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        join_ranks()
+        create_engine(EngineConfig(name="horse"), clip=1.0, ranks=Ranks())
+    with pytest.raises(UserError, match=r"engine\.zero_stage=3 needs DeepSpeed.*engine\.name=torch"):
+        create_engine(EngineConfig(name="torch", zero_stage=3), clip=1.0, ranks=Ranks())
+    with pytest.raises(UserError, match=r"engine\.offload=true needs DeepSpeed.*one rank without a GPU"):
+        create_engine(EngineConfig(name="auto", offload=True), clip=1.0, ranks=Ranks())
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Ranks()),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),  # the batch script itself
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Ranks(3, 4, 1)),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
+            Ranks(5, 8, 1),
+        ),
+        # torchrun started by srun: the inner launcher counts
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "RANK": "6", "WORLD_SIZE": "8"},
+            Ranks(6, 8, 0),
+        ),
+    ],
+)
+def test_ranks_come_from_the_launcher(variables: dict[str, str], expected: Ranks) -> None:
+    assert find_ranks(variables) == expected
+
+
+def test_ranks_meet_at_the_given_address_or_at_the_job_s_first_node() -> None:
+    assert find_address({"MASTER_ADDR": "there", "MASTER_PORT": "5"}) == ("there", "5")
+    slurm = {"SLURM_JOB_ID": "40003", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"}
+    assert find_address(slurm) == ("127.0.0.1", "15003")
+    assert find_address({**slurm, "SLURM_STEP_ID": "1"}) != find_address(slurm)
+    assert find_address({**slurm, "MASTER_ADDR": "there"}) == ("there", "15003")
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
+        find_address({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        find_address({"MASTER_PORT": "5"})
 
 
 class Run:

@@ -96,9 +96,17 @@ def _progress(folder: Path) -> str:
     if checkpoints:
         return f"{len(checkpoints)} checkpoints, newest {checkpoints[-1]}"
     shards = list(folder.glob("*.parquet"))
+    parts = [path for path in folder.glob("parts/shard-*/**/*.parquet") if path.is_file()]
+    found = []
     if shards:
-        return f"{sum(_parquet_rows(p) for p in shards):,} samples in {len(shards)} files"
-    return ""
+        found.append(f"{sum(_parquet_rows(p) for p in shards):,} samples in {len(shards)} files")
+    if parts:
+        written = sorted(path.stat().st_mtime for path in parts)
+        rows, minutes = sum(_parquet_rows(p) for p in parts), (written[-1] - written[0]) / 60
+        # The first part's rows were made before its time stamp, so they do not count towards the speed.
+        rate = f", {rows * (1 - 1 / len(parts)) / minutes:,.0f} a minute" if minutes > 0.5 and len(parts) > 2 else ""
+        found.append(f"{rows:,} answers of unfinished shards{rate}")
+    return "; ".join(found)
 
 
 def _parquet_rows(path: Path) -> int:

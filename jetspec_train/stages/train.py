@@ -1,9 +1,10 @@
-"""stage=train: the draft learns from the target's own answers.
+"""stage=train: draft and verifier learn from the target's own answers, in the same steps.
 
 Reads ``run_dir/distill`` by its manifest, writes ``run_dir/train/``: ``checkpoints/step-.../``, ``metrics.jsonl`` and
-the manifest. Killed at any instant and started again it continues from the last checkpoint; asked to stop (SIGTERM,
-SIGUSR1, Ctrl-C) it saves at the next step boundary first. The best checkpoint is the one with the longest acceptance
-length, measured by decoding dev prompts.
+the manifest (``run_dir/verifier/`` under ``train.only=verifier``, whose draft is a frozen checkpoint). Killed at any
+instant and started again it continues from the last checkpoint; asked to stop (SIGTERM, SIGUSR1, Ctrl-C) it saves at
+the next step boundary first. The best checkpoint is the one with the longest acceptance length, measured by decoding
+dev prompts (under ``train.only=verifier`` the one that ranks held-out slots best).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from jetspec_train.artifacts.files import make_folder
 from jetspec_train.artifacts.manifest import is_current, read_manifest, require_manifest, verify_outputs, write_manifest
 from jetspec_train.artifacts.provenance import git_revision
 from jetspec_train.config import Config, to_dict
+from jetspec_train.stages import standalone, training_verifier
+from jetspec_train.stages.training_verifier import train_folder
 
 if TYPE_CHECKING:
     from jetspec_train.data.packing import PackedSampler
     from jetspec_train.data.samples import SampleStore
     from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.stages.training_verifier import Networks
     from jetspec_train.targets.target import Target
     from jetspec_train.training.checkpoint import TrainState
     from jetspec_train.training.ranks import Ranks
@@ -37,6 +41,7 @@ STAGE = "train"
 # arithmetic is cut up. Everything else makes another training.
 FREE_TRAIN_KEYS = (
     "accumulation",
+    "init",  # the frozen draft counts by its content
     "eval_every",
     "eval_prompts",
     "eval_max_new_tokens",
@@ -51,6 +56,8 @@ FREE_TRAIN_KEYS = (
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What would be trained, on what; reads manifests only."""
+    if cfg.draft.kind == "standalone":
+        return standalone.plan(cfg, STAGE)
     distill = read_manifest(Path(cfg.run_dir) / "distill")
     return {
         "stage": STAGE,
@@ -58,12 +65,11 @@ def plan(cfg: Config) -> dict[str, Any]:
         "target": cfg.target.name,
         "draft": to_dict(cfg.draft),
         "objective": to_dict(cfg.objective),
+        "verifier": to_dict(cfg.verifier) if training_verifier.has_verifier(cfg) else None,
         "train": to_dict(cfg.train),
         "engine": cfg.engine.name,
         "seed": cfg.seed,
-        "writes": [
-            str(Path(cfg.run_dir) / STAGE / name) for name in ("checkpoints/", "metrics.jsonl", "manifest.json")
-        ],
+        "writes": [str(train_folder(cfg) / name) for name in ("checkpoints/", "metrics.jsonl", "manifest.json")],
     }
 
 
@@ -76,7 +82,10 @@ def run(cfg: Config) -> None:
     from jetspec_train.targets.loading import pick_device, target_identity
     from jetspec_train.training.ranks import join_ranks
 
-    folder = Path(cfg.run_dir) / STAGE
+    if cfg.draft.kind == "standalone":
+        standalone.train(cfg)
+        return
+    folder = train_folder(cfg)
     identity = train_identity(cfg, target_identity(cfg.target).to_dict())
     if is_current(folder, without_name(identity)):
         print(f"train: finished before, nothing to do ({folder})")
@@ -102,11 +111,14 @@ def train_identity(cfg: Config, target: Mapping[str, str]) -> dict[str, Any]:
     verify_outputs(Path(cfg.run_dir) / "distill", data)
     objective = to_dict(cfg.objective)
     del objective["chunk_anchors"]
+    selection = read_manifest(Path(cfg.run_dir) / "select")
     return {
         "target": dict(target),
         "data": data.digest(),
-        "draft": to_dict(cfg.draft),
+        **({"selection": selection.digest()} if selection else {}),
+        "draft": to_dict(cfg.draft) if cfg.train.only != "verifier" else None,
         "objective": objective,
+        **training_verifier.identity(cfg),
         "train": {key: value for key, value in to_dict(cfg.train).items() if key not in FREE_TRAIN_KEYS},
         "seed": cfg.seed,
     }
@@ -151,7 +163,7 @@ def only_trainer(folder: Path, ranks: Ranks) -> Iterator[None]:
 def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> int:
     """The whole story; returns the signal that stopped it, 0 when it finished."""
     from jetspec_train.data.packing import PackedSampler
-    from jetspec_train.modeling.draft_config import resolve_draft_config
+    from jetspec_train.stages.training_figures import VerifierMeasure
     from jetspec_train.stages.training_inputs import StepBatches, dev_prompts, load_data
     from jetspec_train.targets.loading import load_target
     from jetspec_train.training.acceptance import measure_acceptance
@@ -169,13 +181,15 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     sampler = PackedSampler(
         store, sequence_length=settings.sequence_length, sequences=settings.sequences, seed=cfg.seed
     )
-    batches = StepBatches(sampler)
+    batches = StepBatches(sampler, training_verifier.holdout(cfg))
     total = settings.steps or batches.steps(settings.epochs)
     target = load_target(cfg.target)
-    draft_config = resolve_draft_config(cfg.draft, target.config, mask_token_id=target.mask_token_id)
-    head = fresh_head(draft_config, cfg.seed).to(target.device)
+    networks = training_verifier.networks(cfg, target, store)
+    draft_config, head = networks.draft_config, networks.draft
     step_settings = step_settings_of(cfg, draft_config, target)
-    module = DraftStep(head, target, step_settings)
+    module = DraftStep(
+        head, target, step_settings, networks.verifier, networks.judging, train_draft=not networks.frozen
+    )
     engine = create_engine(
         cfg.engine, clip=settings.clip, ranks=ranks, accumulation=settings.accumulation, device=target.device
     )
@@ -187,15 +201,17 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     )
     scheduler = make_scheduler(optimizer, total=total, warmup=settings.warmup, floor=settings.min_learning_rate)
     wrapped = engine.wrap(module, optimizer, scheduler)
-    state = resume(folder / "checkpoints", engine, identity, ranks)
+    state = resume(folder / "checkpoints", engine, identity, ranks, frozen=networks.frozen)
     states = feature_source(cfg, folder, target, draft_config.target_layer_ids, store, ranks)
     prompts = dev_prompts(cfg, target) if ranks.is_main and settings.eval_prompts else []
     if ranks.is_main:
-        describe(sampler, total, head, target, step_settings, state)
+        describe(sampler, total, networks, target, step_settings, state)
 
     def one_step(step: int) -> StepResult:
         batch = batches(step)
-        planned = plan_step(batch, step_settings, seed=cfg.seed, step=step)
+        planned = plan_step(
+            batch, step_settings, seed=cfg.seed, step=step, judging=networks.judging, stored=networks.stored
+        )
         return run_step(
             wrapped,
             engine,
@@ -214,8 +230,9 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
         save_checkpoint(
             folder / "checkpoints",
             dataclasses.replace(current, identity=dict(identity)),
-            tensors=tensors,
+            tensors=networks.frozen | tensors,
             draft=draft_config.to_dict(),
+            verifier=networks.verifier_config,
             save_engine=lambda place: write_optimizer(optimizer_state, place),
             keep=settings.keep,
         )
@@ -224,20 +241,24 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     engine.on_exchange = lambda: watchdog.enter(f"step {state.step + 1}, exchanging gradients")
     with stop_on_signals() as stop, watchdog:
         measure = None
+        judge = VerifierMeasure(networks, target, [p.tokens for p in prompts], [p.domain for p in prompts])
         if settings.eval_prompts:
 
             def measure() -> dict[str, Any] | None:
                 tensors = engine.model_tensors()  # all ranks bring their parts
                 if not ranks.is_main:
                     return None
-                return measure_acceptance(
-                    draft_of(tensors, draft_config, target.device),
+                draft = draft_of(networks.frozen | tensors, draft_config, target.device)
+                record = judge.known_acceptance or measure_acceptance(
+                    draft,
                     target,
-                    prompts,
+                    judge.prompts,
                     cfg.decoding,
                     max_new_tokens=settings.eval_max_new_tokens,
                     should_stop=lambda: watchdog.beat() or bool(stop),
+                    on_answers=judge.take_answers,
                 )
+                return record and judge.add_figures(record, draft, tensors)
 
         tracker = None
         if ranks.is_main:
@@ -267,7 +288,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
         folder,
         stage=STAGE,
         identity=without_name(identity),
-        inputs={"distill": str(identity["data"])},
+        inputs={"distill": str(identity["data"]), **networks.inputs},
         outputs=[*kept, folder / "metrics.jsonl"],
         counts={
             "samples": facts.samples + left_out,
@@ -277,23 +298,13 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
             "steps": total,
             "budget_tokens": cfg.budget.tokens,
             "trainable_parameters": head.trainable_parameters,
+            "verifier_parameters": networks.verifier_parameters,
         },
         seconds=state.seconds,
     )
     found = f"; best {best}: {state.best['chain']:.2f} (chain), {state.best['tree']:.2f} (tree)" if state.best else ""
     print(f"train: {total} steps, {state.token_visits:,} token visits in {state.seconds:.0f} s{found}")
     return 0
-
-
-def fresh_head(config: Any, seed: int) -> DraftHead:
-    """A draft head with the initial weights of this seed; the global generator is left as it was."""
-    import torch
-
-    from jetspec_train.modeling.draft_head import DraftHead
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return DraftHead(config)
 
 
 def draft_of(tensors: Mapping[str, Any], config: Any, device: Any) -> DraftHead:
@@ -316,11 +327,12 @@ def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
 
     wanted = cfg.train.precision
     low = wanted == "bfloat16" or (wanted == "auto" and target.dtype == torch.bfloat16)
+    frozen = cfg.train.only == "verifier"  # then every block is drafted in order to be judged
     return StepSettings(
         block=draft.block,
         layout=draft.layout,
-        anchors=cfg.train.anchors,
-        clean_prefix=cfg.draft.clean_prefix,
+        anchors=cfg.verifier.blocks if frozen else cfg.train.anchors,
+        clean_prefix=0.0 if frozen else cfg.draft.clean_prefix,
         gamma=cfg.objective.gamma,
         ce=cfg.objective.ce,
         l1=cfg.objective.l1,
@@ -330,8 +342,13 @@ def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
     )
 
 
-def resume(folder: Path, engine: Any, identity: Mapping[str, Any], ranks: Ranks) -> TrainState:
-    """The state of the newest good checkpoint, loaded into the engine; a fresh one if there is none."""
+def resume(
+    folder: Path, engine: Any, identity: Mapping[str, Any], ranks: Ranks, *, frozen: Mapping[str, Any]
+) -> TrainState:
+    """The state of the newest good checkpoint, loaded into the engine; a fresh one if there is none.
+
+    ``frozen``: weights that are in it but not trained.
+    """
     from jetspec_train.training import checkpoint
     from jetspec_train.training.ranks import from_main_rank
 
@@ -343,7 +360,7 @@ def resume(folder: Path, engine: Any, identity: Mapping[str, Any], ranks: Ranks)
     if ranks.is_main:
         checkpoint.tidy(folder, found.step)
         print(f"train: continuing from {found.path.name}")
-    engine.load(found.path, checkpoint.load_tensors(found.path))
+    engine.load(found.path, {n: t for n, t in checkpoint.load_tensors(found.path).items() if n not in frozen})
     return found.state
 
 
@@ -365,7 +382,7 @@ def feature_source(
 
 
 def describe(
-    sampler: PackedSampler, total: int, head: DraftHead, target: Target, settings: StepSettings, state: TrainState
+    sampler: PackedSampler, total: int, networks: Networks, target: Target, settings: StepSettings, state: TrainState
 ) -> None:
     """One line about the data and one about the work, before hours are spent."""
     facts = sampler.facts()
@@ -375,9 +392,4 @@ def describe(
         + (f", {facts.cropped:,} cropped (-{facts.cropped_tokens:,} tokens)" if facts.cropped else "")
     )
     precision = "bfloat16 products, float32 weights" if settings.autocast else "float32"
-    share = head.trainable_parameters / target.parameters
-    print(
-        f"train: steps {state.step} to {total}; draft of {head.trainable_parameters:,} parameters "
-        f"({share:.1%} of the target); {precision}",
-        flush=True,
-    )
+    print(f"train: steps {state.step} to {total}; {networks.describe(target)}; {precision}", flush=True)

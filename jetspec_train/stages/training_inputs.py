@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from jetspec_train.data.samples import SampleStore, load_samples
 from jetspec_train.stages.select import selected_ids
 from jetspec_train.targets.target import Target
 from jetspec_train.training.step import TrainBatch
+from jetspec_train.training.verifier_step import held_out
 
 
 def load_data(cfg: Config) -> tuple[SampleStore, int]:
@@ -43,10 +45,14 @@ def load_data(cfg: Config) -> tuple[SampleStore, int]:
 
 
 class StepBatches:
-    """The global batch of any step, from the step's number alone. Epochs are planned once, in order."""
+    """The global batch of any step, from the step's number alone. Epochs are planned once, in order.
 
-    def __init__(self, sampler: PackedSampler) -> None:
+    ``holdout``: share of the samples that only the verifier learns from.
+    """
+
+    def __init__(self, sampler: PackedSampler, holdout: float = 0.0) -> None:
         self.sampler = sampler
+        self.held_out = np.array(held_out(sampler.store.ids.tolist(), holdout)) if holdout > 0 else None
         self._ends: list[int] = []  # the first step after each epoch
 
     def steps(self, epochs: float) -> int:
@@ -65,30 +71,43 @@ class StepBatches:
         within = step - (self._ends[epoch - 1] if epoch else 0)
         packed = self.sampler.batch(epoch, within)
         first = within * self.sampler.sequences
+        samples = [self.sampler.sequence_rows(epoch, first + line) for line in range(self.sampler.sequences)]
+        held_out_BT = None
+        if self.held_out is not None:
+            of_document = [np.append(self.held_out[rows], False) for rows in samples]  # document -1 is padding
+            held_out_BT = torch.from_numpy(
+                np.stack([held[documents] for held, documents in zip(of_document, packed.documents_ST)])
+            )
         return TrainBatch(
             tokens_BT=torch.from_numpy(packed.tokens_ST),
             positions_BT=torch.from_numpy(packed.positions_ST),
             documents_BT=torch.from_numpy(packed.documents_ST),
             supervised_BT=torch.from_numpy(packed.supervised_ST),
-            samples=[self.sampler.sequence_rows(epoch, first + line) for line in range(self.sampler.sequences)],
+            samples=samples,
+            held_out_BT=held_out_BT,
         )
 
     def _plan_next(self) -> None:
         self._ends.append((self._ends[-1] if self._ends else 0) + self.sampler.epoch_steps(len(self._ends)))
 
 
-def dev_prompts(cfg: Config, target: Target) -> list[list[int]]:
+class DevPrompt(NamedTuple):
+    tokens: list[int]
+    domain: str
+
+
+def dev_prompts(cfg: Config, target: Target) -> list[DevPrompt]:
     """Up to ``train.eval_prompts`` prompts of the recipe's dev split, domains in turn, that fit the target's context.
 
     Raises UserError if there is none: without them the best checkpoint cannot be told.
     """
-    domains: dict[str, list[list[int]]] = {}
+    domains: dict[str, list[DevPrompt]] = {}
     for prompt in iterate_prompts(load_recipe(cfg.recipe), ("dev",)):
         group = domains.setdefault(prompt.domain, [])
         if len(group) < cfg.train.eval_prompts:
             tokens = target.chat.render(prompt.messages)
             if len(tokens) <= min(cfg.distill.max_prompt_tokens, target.max_positions - cfg.train.eval_max_new_tokens):
-                group.append(tokens)
+                group.append(DevPrompt(tokens, prompt.domain))
     longest = max((len(group) for group in domains.values()), default=0)
     chosen = [group[turn] for turn in range(longest) for group in domains.values() if turn < len(group)]
     if not chosen:

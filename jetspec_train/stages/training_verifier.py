@@ -236,15 +236,22 @@ def frozen_draft(cfg: Config) -> tuple[DraftHeadConfig, DraftHead, dict[str, Ten
 def stored_paths(cfg: Config, store: SampleStore) -> StoredPaths | None:
     """The run's stored negatives on samples of ``store``; None where that stage has not finished, or none is wanted.
 
-    Raises UserError if its files were changed, or a path does not belong to its sample.
+    Raises UserError if its files were changed, a path does not belong to its sample, or samples and negatives together
+    exceed the budget.
     """
     if negatives_digest(cfg) is None:
         return None
-    from jetspec_train.data.negatives.reading import load_negatives
+    from jetspec_train.data.negatives.reading import finished_negatives, judged_tokens, load_negatives
     from jetspec_train.data.negatives.rows import KINDS
     from jetspec_train.training.stored_paths import StoredPath, StoredPaths
 
-    folder = Path(cfg.run_dir) / "negatives"
+    folder, manifest = Path(cfg.run_dir) / "negatives", finished_negatives(cfg.run_dir)
+    total = store.supervised_tokens + (judged_tokens(manifest) if manifest else 0)
+    if total > cfg.budget.tokens:
+        raise UserError(
+            f"Samples and stored negatives hold {total:,} supervised tokens, more than budget.tokens="
+            f"{cfg.budget.tokens:,}. Lower train.tokens, set verifier.negatives=false, or raise the budget."
+        )
     row_of = {name: row for row, name in enumerate(store.ids.tolist())}
     soft = cfg.verifier.mode != "match_greedy"
     paths: list[StoredPath] = []

@@ -1,4 +1,4 @@
-"""One optimiser step of the draft: target states -> draft head -> loss, for the whole global batch.
+"""One optimiser step: target states -> draft head -> loss, and the verifier's beside it, for the whole global batch.
 
 A step is a function of its number. ``plan_step`` draws anchors and clean prefixes for every row of the *global* batch
 from a generator keyed by (seed, step, row) and sums the weights of all of them to the one normaliser W before
@@ -23,12 +23,23 @@ from torch import Tensor, nn
 
 from jetspec_train.modeling.blocks import Blocks, make_blocks, sample_anchors, sample_clean
 from jetspec_train.modeling.draft_head import DraftHead
-from jetspec_train.objectives.draft_loss import DraftLoss, draft_loss
+from jetspec_train.modeling.verifier import Verifier
+from jetspec_train.objectives.draft_loss import Fraction, draft_loss
+from jetspec_train.objectives.verifier_loss import add_fractions
 from jetspec_train.objectives.weights import slot_weights, total_weight
 from jetspec_train.targets.target import Target
 from jetspec_train.training.engine import Engine
 from jetspec_train.training.loop import StepResult, Sums
 from jetspec_train.training.ranks import sum_over_ranks
+from jetspec_train.training.stored_paths import StoredBlocks, StoredPaths
+from jetspec_train.training.verifier_step import (
+    DraftStates,
+    JudgePlan,
+    JudgeSettings,
+    judge_blocks,
+    known_choices,
+    plan_judging,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class TrainBatch:
     documents_BT: Tensor  # int64, -1 for padding
     supervised_BT: Tensor  # bool
     samples: list[np.ndarray]  # per row: which samples it holds, in their order (what a feature cache looks up)
+    held_out_BT: Tensor | None = None  # bool: of samples that only the verifier learns from; None: there are none
 
 
 States = Callable[[TrainBatch, slice], tuple[Tensor, Tensor]]  # rows -> features [b, T, F], hidden [b, T, D]
@@ -66,8 +78,9 @@ class StepPlan:
     """Everything random about a step, and its normaliser."""
 
     blocks: Blocks
-    weights_BAK: Tensor
+    weights_BAK: Tensor  # of the draft loss; 0 on held-out samples
     total_weight: float
+    judging: JudgePlan | None = None
 
     def rows(self, rows: slice) -> tuple[Blocks, Tensor]:
         """Blocks and weights of some rows, without the anchors that none of them has."""
@@ -82,8 +95,20 @@ def row_seed(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def plan_step(batch: TrainBatch, settings: StepSettings, *, seed: int, step: int) -> StepPlan:
-    """Anchors, clean prefixes, blocks and the normaliser W of the global batch of ``step``."""
+def plan_step(
+    batch: TrainBatch,
+    settings: StepSettings,
+    *,
+    seed: int,
+    step: int,
+    judging: JudgeSettings | None = None,
+    stored: StoredPaths | None = None,
+) -> StepPlan:
+    """Anchors, clean prefixes, blocks and the normaliser W of the global batch of ``step``.
+
+    ``judging``: also choose what the verifier learns from; ``stored``: with paths out of these. Neither moves anything
+    about the draft but the weights of held-out samples, which become 0.
+    """
     seeds = [row_seed(seed, step, row) for row in range(batch.tokens_BT.shape[0])]
     anchors_BA = sample_anchors(batch.supervised_BT, batch.documents_BT, settings.anchors, seeds)
     clean_BA = sample_clean(anchors_BA, block=settings.block, probability=settings.clean_prefix, seeds_B=seeds)
@@ -98,20 +123,76 @@ def plan_step(batch: TrainBatch, settings: StepSettings, *, seed: int, step: int
         layout=settings.layout,
     )
     weights_BAK = slot_weights(blocks.valid_BAK, blocks.distance_BAK, settings.gamma)
-    return StepPlan(blocks, weights_BAK, total_weight([weights_BAK]))
+    held_out_BA = torch.zeros(anchors_BA.shape, dtype=torch.bool)
+    if batch.held_out_BT is not None:
+        held_out_BA = batch.held_out_BT.gather(1, anchors_BA.clamp(min=0)) & (anchors_BA >= 0)
+        weights_BAK = weights_BAK * ~held_out_BA.unsqueeze(-1)
+    plan = None
+    if judging is not None:
+        paths = _stored_blocks(batch, settings, judging, stored, seeds) if stored is not None else None
+        plan = plan_judging(blocks, held_out_BA, judging, gamma=settings.gamma, seeds_B=seeds, stored=paths)
+    return StepPlan(blocks, weights_BAK, total_weight([weights_BAK]), plan)
+
+
+def _stored_blocks(
+    batch: TrainBatch, settings: StepSettings, judging: JudgeSettings, stored: StoredPaths, seeds: list[int]
+) -> StoredBlocks:
+    weights = []
+    for row, samples in enumerate(batch.samples):
+        seen = np.full(len(samples), judging.seen_weight)
+        if batch.held_out_BT is not None:
+            for document in range(len(samples)):
+                of_document_T = batch.documents_BT[row] == document
+                seen[document] = 1.0 if bool(batch.held_out_BT[row][of_document_T].any()) else seen[document]
+        weights.append(seen)
+    return stored.blocks(
+        batch.samples,
+        batch.tokens_BT,
+        batch.positions_BT,
+        batch.documents_BT,
+        count=judging.stored_blocks,
+        block=settings.block,
+        layout=settings.layout,
+        gamma=settings.gamma,
+        document_weights=weights,
+        seeds_B=seeds,
+    )
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """``loss``: of draft and verifier together, each divided by its normaliser; metrics as (numerator, denominator)."""
+
+    loss: Tensor
+    metrics: dict[str, Fraction]
 
 
 class DraftStep(nn.Module):
-    """The trained modules under the names of a bundle's tensors (``draft.*``); its forward is one micro-step.
+    """The trained modules under the names of a bundle's tensors (``draft.*``, ``verifier.*``); its forward is one
+    micro-step.
 
-    The frozen target is held outside the module tree: no engine may shard, cast or save it.
+    The frozen target is held outside the module tree: no engine may shard, cast or save it. ``train_draft`` false: so
+    is the draft, and there is no draft loss.
     """
 
-    def __init__(self, draft: DraftHead, target: Target, settings: StepSettings) -> None:
+    def __init__(
+        self,
+        draft: DraftHead,
+        target: Target,
+        settings: StepSettings,
+        verifier: Verifier | None = None,
+        judging: JudgeSettings | None = None,
+        *,
+        train_draft: bool = True,
+    ) -> None:
         super().__init__()
-        self.draft = draft
-        self._outside = (target,)
-        self.settings = settings
+        if train_draft:
+            self.draft = draft
+        else:
+            draft.requires_grad_(False)
+        self.verifier = verifier
+        self._outside = (target, draft)
+        self.settings, self.judging, self.train_draft = settings, judging, train_draft
 
     @property
     def target(self) -> Target:
@@ -120,7 +201,8 @@ class DraftStep(nn.Module):
     def used_directly(self) -> list[Tensor]:
         """Large trained weights that are read outside their own module's forward: an engine that divides weights
         among ranks must bring these together first."""
-        return [] if self.draft.parent_weight is None else [self.draft.parent_weight]
+        weight = self._outside[1].parent_weight
+        return [weight] if self.train_draft and weight is not None else []
 
     def forward(
         self,
@@ -130,31 +212,57 @@ class DraftStep(nn.Module):
         features_BTF: Tensor,
         target_hidden_BTD: Tensor,
         total_weight: float,
-    ) -> DraftLoss:
-        """Loss (already divided by W) and metrics of some rows."""
-        settings, target, draft = self.settings, self.target, self.draft
+        judging: JudgePlan | None = None,
+    ) -> StepOutput:
+        """Loss (already normalised) and metrics of some rows."""
+        settings, (target, draft) = self.settings, self._outside
         with autocast(target.device, settings.autocast):
-            context = draft.context_kv(draft.fuse(features_BTF), positions_BT)
+            fused_BTd = draft.fuse(features_BTF)
+            context = draft.context_kv(fused_BTd, positions_BT)
             embeds = draft.embed(blocks.inputs_BAK, target.embed)
             hidden_BAKd = draft(embeds, blocks.positions_BAK, context, blocks.context_mask_BAT)
             state = draft.parent_state(blocks.parents_BAK, hidden_BAKd) if draft.has_parent else None
-            return draft_loss(
-                hidden_BAKd,
-                labels_BAK=blocks.labels_BAK,
-                weights_BAK=weights_BAK,
-                clean_BA=blocks.clean_BA,
-                target_hidden_BTD=target_hidden_BTD,
-                sources_BAK=blocks.sources_BAK,
-                draft_logits=target.logits,
-                target_logits=target.logits,
-                total_weight=total_weight,
-                ce=settings.ce,
-                l1=settings.l1,
-                kl=settings.kl,
-                parent_state_BAKr=state,
-                parent_weight_Vr=draft.parent_weight,
-                chunk_rows=settings.chunk_rows,
-            )
+            parts: list[Tensor] = []
+            metrics: dict[str, Fraction] = {}
+            choice_BAK = None
+            if self.train_draft:
+                drafted = draft_loss(
+                    hidden_BAKd,
+                    labels_BAK=blocks.labels_BAK,
+                    weights_BAK=weights_BAK,
+                    clean_BA=blocks.clean_BA,
+                    target_hidden_BTD=target_hidden_BTD,
+                    sources_BAK=blocks.sources_BAK,
+                    draft_logits=target.logits,
+                    target_logits=target.logits,
+                    total_weight=total_weight,
+                    ce=settings.ce,
+                    l1=settings.l1,
+                    kl=settings.kl,
+                    parent_state_BAKr=state,
+                    parent_weight_Vr=draft.parent_weight,
+                    chunk_rows=settings.chunk_rows,
+                )
+                parts.append(drafted.loss)
+                metrics = dict(drafted.metrics)
+                choice_BAK = known_choices(drafted.slots, blocks.labels_BAK)
+            if self.verifier is not None and self.judging is not None and judging is not None:
+                judged = judge_blocks(
+                    draft,
+                    self.verifier,
+                    target,
+                    blocks,
+                    DraftStates(hidden_BAKd, state, fused_BTd, context),
+                    judging,
+                    positions_BT=positions_BT,
+                    target_hidden_BTD=target_hidden_BTD,
+                    choice_BAK=choice_BAK,
+                    settings=self.judging,
+                    chunk_rows=settings.chunk_rows,
+                )
+                parts.append(judged.loss)
+                metrics = add_fractions(metrics, judged.metrics, "verifier/")
+        return StepOutput(sum(parts[1:], start=parts[0]), metrics)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -208,11 +316,10 @@ def run_step(
             features_BTF,
             hidden_BTD,
             plan.total_weight,
+            None if plan.judging is None else plan.judging.rows(rows).to(device),
         )
         engine.backward(result.loss, boundary=number == len(pieces) - 1)
-        for name, (top, bottom) in result.metrics.items():
-            before = sums.get(name)
-            sums[name] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
+        sums = add_fractions(sums, result.metrics)
     norm = engine.step()
     return StepResult(
         sums=_gather(sums, engine),

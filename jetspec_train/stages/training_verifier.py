@@ -269,4 +269,11 @@ def stored_paths(cfg: Config, store: SampleStore) -> StoredPaths | None:
         paths.append(
             StoredPath(row, len(negative.prefix), tuple(negative.path), tuple(labels), KINDS.index(negative.kind))
         )
+    judged = sum(len(path.labels) for path in paths)
+    if store.supervised_tokens + judged > cfg.budget.tokens:
+        raise UserError(
+            f"The samples hold {store.supervised_tokens:,} supervised tokens and the negatives of {folder} {judged:,} "
+            f"judged ones, together more than budget.tokens={cfg.budget.tokens:,}. Raise the budget, lower train.tokens, "
+            "or set verifier.negatives=false."
+        )
     return StoredPaths(paths, KINDS)

@@ -262,14 +262,16 @@ def certify(
         if not passed:
             break
         value, last = float(threshold), test
-    test = last or first
-    tested, errors = (test.tested, test.errors) if test is not None else (0, 0)
+    decisive = last or first
+    tested, errors = (decisive.tested, decisive.errors) if decisive is not None else (0, 0)
     trials = trials_at_rate(errors / tested, risk, confidence) if tested else None
-    share = tested / test.prompts if test is not None and tested else 1.0  # of the prompts, those with a stage to test
+    share = (
+        tested / decisive.prompts if decisive is not None and tested else 1.0
+    )  # of the prompts, those with a stage to test
     return Certificate(
         value=value,
         rows=rows,
-        test=test,
+        test=decisive,
         needed=math.ceil(trials_needed(errors, risk, confidence) / share),
         at_this_rate=None if trials is None else math.ceil(trials / share),
     )

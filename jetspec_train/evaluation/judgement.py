@@ -81,7 +81,9 @@ def precision_coverage(scores: Any, outcomes: Any, points: int = CURVE_POINTS) -
     Items of equal score are above a threshold together. At most ``points`` thresholds are kept, evenly by coverage.
     """
     coverage, precision, threshold = _curve(scores, outcomes)
-    kept = np.unique(np.linspace(0, len(coverage) - 1, points).round().astype(int)) if len(coverage) else []
+    if not len(coverage):
+        return []
+    kept = np.unique(np.linspace(0, len(coverage) - 1, points).round().astype(int))
     return [
         {"threshold": float(threshold[i]), "coverage": float(coverage[i]), "precision": float(precision[i])}
         for i in kept

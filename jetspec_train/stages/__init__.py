@@ -14,7 +14,7 @@ STAGES = {
     "pipeline": "run the stages below that a trained draft needs, in order; finished ones are skipped",
     "distill": "let the target answer the recipe's prompts; writes run_dir/distill/samples-*.parquet",
     "select": "choose the answers worth training on within the budget; writes run_dir/select/summary.html",
-    "negatives": "hard negatives for the verifier, judged by the target (mined with bundle=); writes run_dir/negatives/",
+    "negatives": "hard negatives for the verifier, judged by the target (bundle= mines); writes run_dir/negatives/",
     "train": "train the draft on those answers; writes run_dir/train/checkpoints/",
     "calibrate": "find out what the verifier's probabilities are worth; writes run_dir/calibrate/calibration.json",
     "export": "turn the best checkpoint into a bundle that loads by itself; writes run_dir/export/bundle/",

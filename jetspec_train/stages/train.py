@@ -244,6 +244,10 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
         judge = VerifierMeasure(networks, target, [p.tokens for p in prompts], [p.domain for p in prompts])
         if settings.eval_prompts:
 
+            def asked_to_stop() -> bool:
+                watchdog.beat()
+                return bool(stop)
+
             def measure() -> dict[str, Any] | None:
                 tensors = engine.model_tensors()  # all ranks bring their parts
                 if not ranks.is_main:
@@ -255,7 +259,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
                     judge.prompts,
                     cfg.decoding,
                     max_new_tokens=settings.eval_max_new_tokens,
-                    should_stop=lambda: watchdog.beat() or bool(stop),
+                    should_stop=asked_to_stop,
                     on_answers=judge.take_answers,
                 )
                 return record and judge.add_figures(record, draft, tensors)

@@ -273,7 +273,7 @@ def stored_paths(cfg: Config, store: SampleStore) -> StoredPaths | None:
     if store.supervised_tokens + judged > cfg.budget.tokens:
         raise UserError(
             f"The samples hold {store.supervised_tokens:,} supervised tokens and the negatives of {folder} {judged:,} "
-            f"judged ones, together more than budget.tokens={cfg.budget.tokens:,}. Raise the budget, lower train.tokens, "
-            "or set verifier.negatives=false."
+            f"judged ones, together more than budget.tokens={cfg.budget.tokens:,}. Raise the budget, lower "
+            "train.tokens, or set verifier.negatives=false."
         )
     return StoredPaths(paths, KINDS)

@@ -46,7 +46,9 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = adaptable_layers(module, endings)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=layers, inference_mode=False)
+    # peft scales by alpha / rank and takes a fraction too; only its annotation says int
+    settings: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout}
+    config = LoraConfig(r=rank, target_modules=layers, inference_mode=False, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)

@@ -240,9 +240,8 @@ def _lora(settings: StandaloneConfig) -> Any:
         return None
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    scale: dict[str, Any] = {"lora_alpha": settings.lora_alpha}  # a fraction is allowed; peft's annotation says int
+    return LoraConfig(r=settings.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM", **scale)
 
 
 def _listener(on_record: Callable[[int, dict[str, Any]], None], should_stop: Callable[[], bool]) -> Any:

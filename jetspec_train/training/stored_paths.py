@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,9 @@ class StoredBlocks:
         return self._each(lambda x: x.to(device))
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> StoredBlocks:
-        own = {f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        own: dict[str, Any] = {
+            f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)
+        }
         blocks = {f.name: function(getattr(self.blocks, f.name)) for f in fields(Blocks)}
         return replace(self, blocks=Blocks(**blocks), **own)
 

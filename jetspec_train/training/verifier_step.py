@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,9 +68,10 @@ class JudgePlan:
         return replace(self._each(lambda x: x.to(device)), stored=stored)
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> JudgePlan:
-        return replace(
-            self, **{f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        )
+        own: dict[str, Any] = {
+            f.name: function(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **own)
 
 
 def held_out(ids: Sequence[str], share: float) -> list[bool]:

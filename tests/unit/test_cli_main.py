@@ -136,7 +136,13 @@ def test_ctrl_c_is_one_line_and_130(tmp_path):
         f"sys.exit(command.main(['stage=train', 'run_dir={tmp_path}']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores the signal in what it starts in the background, and that would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGINT)

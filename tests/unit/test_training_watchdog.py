@@ -38,9 +38,9 @@ def test_a_hang_is_reported_with_the_place_of_every_rank(tmp_path: Path) -> None
 
 def test_silent_while_this_or_another_rank_moves(tmp_path: Path) -> None:
     reports: list[str] = []
-    other = Watchdog(tmp_path, Ranks(1, 2), stage="train", limit=2.0, on_hang=reports.append, write_seconds=0.1)
-    with Watchdog(tmp_path, Ranks(0, 2), stage="train", limit=2.0, on_hang=reports.append, write_seconds=0.1), other:
-        for _ in range(30):
+    other = Watchdog(tmp_path, Ranks(1, 2), stage="train", limit=4.0, on_hang=reports.append, write_seconds=0.1)
+    with Watchdog(tmp_path, Ranks(0, 2), stage="train", limit=4.0, on_hang=reports.append, write_seconds=0.1), other:
+        for _ in range(55):
             other.beat()  # rank 0 waits for rank 1, which measures or saves
             time.sleep(0.1)
     assert not reports and not list(tmp_path.glob("rank-*.json"))

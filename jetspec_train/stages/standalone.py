@@ -37,7 +37,11 @@ IDENTITY = "identity.json"  # what the checkpoints belong to, before there is a 
 
 
 def plan(cfg: Config, stage: str) -> dict[str, Any]:
-    """What would be done; reads manifests only."""
+    """What would be done. Raises UserError for a start model that cannot be used: a pipeline asks before it distils."""
+    from jetspec_train.training.standalone import check_start
+
+    if stage == "train":
+        check_start(cfg.standalone, cfg.target)
     folder = Path(cfg.run_dir) / stage
     return {
         "stage": stage,

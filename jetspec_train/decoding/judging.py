@@ -229,9 +229,10 @@ class VerifierJudge:
 
 
 def calibrated(logits: np.ndarray, temperatures: np.ndarray, depths: np.ndarray) -> np.ndarray:
-    """Probabilities: sigmoid(logit / temperature of its depth); the last temperature serves deeper ones."""
+    """Probabilities: sigmoid(logit / temperature of its depth); the last temperature serves deeper ones. NaN stays."""
     cooled = logits / temperatures[np.minimum(depths, len(temperatures) - 1)]
-    return np.exp(-np.logaddexp(0.0, -cooled))
+    with np.errstate(invalid="ignore"):
+        return np.exp(-np.logaddexp(0.0, -cooled))
 
 
 def sibling_facts(tree: Tree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

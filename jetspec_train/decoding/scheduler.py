@@ -19,8 +19,10 @@ import numpy as np
 from jetspec_train.decoding.cost_profile import CostProfile
 
 SMALLEST_TREE = 3  # [S]: at least three candidates
-MEMORY = 0.85  # weight of the past per observation: half forgotten after four to five
-PRIOR = 1.0  # observations' worth of trust in the predicted survivals
+# Weight of the past per round, and observations' worth of trust in what was predicted. Chosen on simulated changes of
+# domain: a longer memory was slower to follow and gained no speed before the change.
+MEMORY = 0.75
+PRIOR = 2.0
 LARGEST_FACTOR = 4.0  # the correction of a survival stays within [1/4, 4]
 MOST_RELIEF = 4  # so that a machine that was busy for hours recovers in seconds
 WORTH_WAITING = 0.5  # tokens may wait as long as they are more likely kept than not
@@ -32,7 +34,11 @@ def first_nodes(units: int, largest: int) -> int:
 
 
 class PassRates:
-    """Running pass rate per depth, and its ratio to what was predicted; both forget exponentially."""
+    """Running pass rate per depth, and its ratio to what was predicted.
+
+    Every round forgets a part of all depths, so that a depth which is no longer reached goes back to what the depth
+    above it says, not to what it was in another domain.
+    """
 
     def __init__(self, memory: float = MEMORY, prior: float = PRIOR) -> None:
         self._memory, self._prior = memory, prior
@@ -41,27 +47,30 @@ class PassRates:
         self._seen: list[float] = []
 
     def note(self, depth: int, predicted: float, passed: bool) -> None:
-        """One decision at ``depth``: the probability that was predicted, and what came of it."""
-        while len(self._seen) <= depth:
-            for values in (self._predicted, self._passed, self._seen):
-                values.append(0.0)
+        """One decision at ``depth``: the probability predicted, and what came of it. Depth 0 begins a round."""
+        kinds = (self._predicted, self._passed, self._seen)
         new = (min(1.0, predicted) if math.isfinite(predicted) else 0.0, float(passed), 1.0)
-        for values, value in zip((self._predicted, self._passed, self._seen), new):
-            values[depth] = self._memory * values[depth] + value
+        for values, value in zip(kinds, new):
+            values.extend([0.0] * (depth + 1 - len(values)))
+            if depth == 0:
+                values[:] = [self._memory * old for old in values]
+            values[depth] += value
 
     def rate(self, depth: int) -> float:
-        """Share of decisions at this depth that passed, with one pass assumed beforehand; 1 where none was seen."""
-        if depth >= len(self._seen):
-            return 1.0
-        return (self._passed[depth] + self._prior) / (self._seen[depth] + self._prior)
+        """Share of decisions at this depth that passed, at least 1/4; that of the depth above where few were seen, at
+        first 1."""
+        return self._ratios(depth, self._seen)
 
     def factor(self, depth: int) -> float:
-        """Observed over predicted, within [1/4, 4]; that of the deepest depth seen for deeper ones."""
-        if not self._seen:
-            return 1.0
-        depth = min(depth, len(self._seen) - 1)
-        ratio = (self._passed[depth] + self._prior) / (self._predicted[depth] + self._prior)
-        return min(LARGEST_FACTOR, max(1.0 / LARGEST_FACTOR, ratio))
+        """Observed over predicted, within [1/4, 4]; that of the depth above where few were seen, at first 1."""
+        return self._ratios(depth, self._predicted)
+
+    def _ratios(self, depth: int, expected: list[float]) -> float:
+        ratio = 1.0
+        for passed, base in list(zip(self._passed, expected))[: depth + 1]:
+            ratio = (passed + self._prior * ratio) / (base + self._prior)
+            ratio = min(LARGEST_FACTOR, max(1.0 / LARGEST_FACTOR, ratio))
+        return ratio
 
 
 @dataclass

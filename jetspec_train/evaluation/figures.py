@@ -230,6 +230,10 @@ def draw_all(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
         text = "What the acceptance length promises, and what each cost takes away from it."
         wanted.append(("gap", gap(report), 3.0, text))
     wanted.append(("by_context", by_context(report), 3.4, "Each prompt's speedup against the length of its context."))
+    if report["verification"] is not None:
+        from jetspec_train.evaluation.verifier_figures import verification_figures
+
+        wanted += verification_figures(report["verification"])
     drawn = {}
     for name, painter, height, caption in wanted:
         if painter is not None:

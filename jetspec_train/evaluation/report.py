@@ -6,6 +6,7 @@ meaning without a new ``SCHEMA_VERSION``; new keys may appear at any time. Undef
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from jetspec_train.evaluation.measures import summarise
 
 SCHEMA_VERSION = 1
 REPORT, PAGE, RECORDS, FIGURES = "report.json", "report.html", "records.jsonl", "figures"
+VERIFICATION = "verification.jsonl"
 PASS_RATE_GOAL, WASTE_GOAL = 0.85, 0.15  # the monitors' ranges (METHODS, "Monitoring and quality")
 FEW_PROMPTS = 8  # below this an interval over prompts says little
 
@@ -43,6 +45,7 @@ def build_report(
     contenders: Mapping[str, str],
     commands: Sequence[str],
     versions: Mapping[str, str],
+    verification: Mapping[str, Any] | None = None,
     main: str = SPECULATIVE,
     draws: int = 2000,
     seed: int = 0,
@@ -87,6 +90,7 @@ def build_report(
         "versions": dict(versions),
         "records": [record.to_dict() for record in records],
         "replay": [dict(entry) for entry in replay],
+        "verification": None if verification is None else dict(verification),
     }
     report["verdict"] = verdict(report)
     report["caveats"] = caveats(report)
@@ -142,6 +146,7 @@ def verdict(report: Mapping[str, Any]) -> list[dict[str, str]]:
         ratio = value / figures["speedup"]
         state = "good" if ratio > 1.02 else "bad" if ratio < 0.98 else "unclear"
         lines.append(_line(state, f"Against {name} ({figures['speedup']:.2f}x plain decoding): {ratio:.2f}x as fast."))
+    lines.extend(_line(*found) for found in verification_verdict(report["verification"]))
     slower = [name for name, figures in report["domains"].items() if speed_word(figures["speedup_ci95"]) == "slower"]
     if slower:
         lines.append(_line("bad", f"Slower than plain decoding in: {', '.join(slower)}."))
@@ -152,6 +157,35 @@ def verdict(report: Mapping[str, Any]) -> list[dict[str, str]]:
                 "unclear",
                 f"The machine was busy: other processes used {share:.0f} % of its cores during the timing. "
                 "Repeat the run on an idle machine before quoting a figure.",
+            )
+        )
+    return lines
+
+
+def verification_verdict(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What the report says of the verifier: against scores that need no training, and about skipping checks."""
+    if found is None or found["auroc"] is None or found["auroc_gain"]["difference"] is None:
+        return []
+    gain = found["auroc_gain"]
+    interval = gain["ci95"]
+    state = "unclear" if interval is None else "good" if interval[0] > 0 else "bad" if interval[1] < 0 else "unclear"
+    span = "" if interval is None else f" (95 % interval {interval[0]:+.3f} to {interval[1]:+.3f})"
+    lines = [
+        (
+            state,
+            f"The verifier ranks drafted tokens with AUROC {found['auroc']:.3f}, {gain['difference']:+.3f} against "
+            f"{gain['baseline'].replace('_', ' ')}, the best score without training{span}.",
+        )
+    ]
+    if found["screening_accuracy"] is not None:
+        right, policy = found["screening_accuracy"], found["policy"]
+        kept = "kept" if policy["policy"] == "trusting" else "still checked"
+        lines.append(
+            (
+                "good" if (found["screening_lower_bound"] or 0) >= found["screening_goal"] else "unclear",
+                f"{100 * right:.1f} % of {found['screened_stages']} stages deferred by the {policy['policy']} policy "
+                f"(and {kept}) are the target's own; one-sided 95 % bound "
+                f"{100 * (found['screening_lower_bound'] or 0):.1f} %.",
             )
         )
     return lines
@@ -207,8 +241,16 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def write_report(folder: PathLike, report: Mapping[str, Any], records: Sequence[PromptRecord] = ()) -> list[Path]:
-    """Write JSON, page, figures and raw records into ``folder``; returns the files, for the manifest."""
+def write_report(
+    folder: PathLike,
+    report: Mapping[str, Any],
+    records: Sequence[PromptRecord] = (),
+    verification: Sequence[Mapping[str, Any]] = (),
+) -> list[Path]:
+    """Write JSON, page, figures and raw records into ``folder``; returns the files, for the manifest.
+
+    ``verification``: the raw lines behind the section of that name.
+    """
     from jetspec_train.evaluation.figures import draw_all
     from jetspec_train.evaluation.page import render_page
 
@@ -224,6 +266,10 @@ def write_report(folder: PathLike, report: Mapping[str, Any], records: Sequence[
         append_jsonl(raw, raw_record(record))
     if records:
         written.append(raw)
+    (root / VERIFICATION).unlink(missing_ok=True)
+    if verification:
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in verification)
+        written.append(atomic_write(root / VERIFICATION, text))
     written.append(atomic_json(root / REPORT, report))
     written.append(atomic_write(root / PAGE, render_page(report, figures)))
     return written

@@ -1,6 +1,6 @@
 """One evaluation from bundle and prompts to report: the order of the measurements and what each gets.
 
-First the timing (nothing else has run in the process yet), then cost curve and replay, then the float32
+First the timing (nothing else has run in the process yet), then cost curve, replay and the verifier, then the float32
 check with a second copy of the target, which is loaded only after the first one has been let go.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -29,6 +29,17 @@ from jetspec_train.evaluation.machine import OtherWork, describe_machine, peak_m
 from jetspec_train.evaluation.replay import record_replay
 from jetspec_train.evaluation.report import build_report
 from jetspec_train.evaluation.suites import Suite, build_suite
+from jetspec_train.evaluation.verification import summarise_verification
+from jetspec_train.evaluation.verification_runs import has_verifier, record_verification
+
+
+class Evaluated(NamedTuple):
+    """The report, and what it was computed from: records of the timed runs, raw lines of the verifier's (empty without
+    one)."""
+
+    report: dict[str, Any]
+    records: list[PromptRecord]
+    verification: list[dict[str, Any]]
 
 
 def evaluate_bundle(
@@ -43,8 +54,8 @@ def evaluate_bundle(
     commands: Sequence[str],
     versions: Mapping[str, str],
     seed: int = 0,
-) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Measure ``bundle`` on ``candidates`` (prompts with id, domain, messages); returns report and raw records.
+) -> Evaluated:
+    """Measure ``bundle`` on ``candidates`` (prompts with id, domain, messages).
 
     Raises UserError for another target than the bundle's, or where no prompt is left to measure.
     """
@@ -72,6 +83,11 @@ def evaluate_bundle(
     replay = record_replay(
         decoder_of(target, bundle, decoding), suite.prompts[: evaluate.replay], evaluate.max_new_tokens, decoding
     )
+    lines: list[dict[str, Any]] = []
+    if evaluate.verification and has_verifier(bundle):
+        lines = record_verification(
+            target, bundle, suite.prompts, evaluate=evaluate, decoding=decoding, records=records
+        )
     target_facts, draft_facts = describe_target(target), describe_draft(bundle, target.parameters)
     descriptions = {contender.name: contender.description for contender in contenders}
     if dtype == "float32":
@@ -95,6 +111,7 @@ def evaluate_bundle(
         cost_context=evaluate.cost_context,
         peak_memory=peak_memory,
         replay=replay,
+        verification=summarise_verification(lines, draws=evaluate.bootstrap, seed=seed),
         skipped=suite.skipped,
         empty_domains=suite.empty_domains,
         contenders=descriptions,
@@ -103,7 +120,7 @@ def evaluate_bundle(
         draws=evaluate.bootstrap,
         seed=seed,
     )
-    return report, records
+    return Evaluated(report, records, lines)
 
 
 def timed_runs(

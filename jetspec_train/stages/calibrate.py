@@ -28,7 +28,7 @@ from jetspec_train.stages.calibration_inputs import CERTIFY, FIT
 if TYPE_CHECKING:
     from jetspec_train.decoding.calibration import Calibration
     from jetspec_train.evaluation.calibration import Certificate, ThresholdResult
-    from jetspec_train.evaluation.shadow import ShadowPrompt, ShadowRun
+    from jetspec_train.evaluation.shadow import ShadowPrompt
 
 STAGE = "calibrate"
 CALIBRATION, FIGURE, RECORDS = "calibration.json", "reliability.png", "records"
@@ -245,12 +245,10 @@ class _Work:
 
         from jetspec_train.evaluation.shadow import ShadowRun
 
-        made: list[ShadowRun] = []
-
         def work(batch: Sequence[ShadowPrompt]) -> Sequence[dict[str, Any]]:
-            if not made:
-                made.append(ShadowRun(self.target, self.head, self.verifier, calibration, settings))
-            return reduce(made[0].run(batch, max_new_tokens=self.cfg.calibrate.max_new_tokens)[0])
+            # A drafter learns while it drafts (successors of tokens); a fresh one makes a batch's result its own.
+            run = ShadowRun(self.target, self.head, self.verifier, calibration, settings)
+            return reduce(run.run(batch, max_new_tokens=self.cfg.calibrate.max_new_tokens)[0])
 
         size = self.cfg.calibrate.batch_size
         batches = [prompts[at : at + size] for at in range(0, len(prompts), size)]

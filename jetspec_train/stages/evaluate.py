@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetspec_train.artifacts.bundle import Bundle, read_bundle, read_meta
 from jetspec_train.artifacts.errors import UserError
@@ -21,6 +21,9 @@ from jetspec_train.artifacts.files import sha256_file
 from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_manifest, verify_outputs, write_manifest
 from jetspec_train.artifacts.provenance import git_revision, package_versions
 from jetspec_train.config import Config
+
+if TYPE_CHECKING:
+    from jetspec_train.evaluation.session import Evaluated
 
 STAGE = "evaluate"
 
@@ -38,8 +41,8 @@ def run(cfg: Config) -> None:
         print(f"evaluate: {folder} is up to date, nothing to do")
         print_summary(load_report(folder / REPORT), folder)
         return
-    report, records = measure(cfg, bundle_path)
-    outputs = write_report(folder, report, records)
+    report, records, verification = measure(cfg, bundle_path)
+    outputs = write_report(folder, report, records, verification)
     write_manifest(
         folder,
         stage=STAGE,
@@ -133,8 +136,8 @@ def report_prompts(cfg: Config) -> Iterator[Any]:
         yield from iterate_prompts(recipe, ("report",))
 
 
-def measure(cfg: Config, bundle_path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Everything that needs a model; returns the report and the raw records."""
+def measure(cfg: Config, bundle_path: Path) -> Evaluated:
+    """Everything that needs a model."""
     from jetspec_train.evaluation.session import evaluate_bundle
 
     bundle = read_bundle(bundle_path)

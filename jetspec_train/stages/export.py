@@ -20,6 +20,7 @@ from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_mani
 from jetspec_train.artifacts.provenance import git_revision, package_versions
 from jetspec_train.config import Config
 from jetspec_train.stages import standalone
+from jetspec_train.stages.model_card import model_card
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +66,10 @@ def run(cfg: Config) -> None:
     folder = make_folder(run_dir / STAGE)
     checkpoint = find_trained(run_dir, cfg.export.checkpoint)
     checkpoint_hash = sha256_file(checkpoint / "manifest.json")
+    calibration, calibration_digest = calibration_of(run_dir, checkpoint_hash)
     identity = {
         "checkpoint": checkpoint_hash,
+        **({"calibration": calibration_digest} if calibration_digest else {}),
         "formats": sorted(set(cfg.export.formats) | {"bundle"}),
         "target": dataclasses.asdict(cfg.target),
         "force": cfg.export.force,
@@ -91,7 +94,8 @@ def run(cfg: Config) -> None:
         bundle=meta,
         config={"draft": draft, "verifier": verifier},
         tensors={f"draft.{n}": t for n, t in weights.items()} | {f"verifier.{n}": t for n, t in judging.items()},
-        card=model_card(meta, draft, facts),
+        calibration=calibration,
+        card=model_card(meta, draft, facts, calibration),
     )
     compare_with_checkpoint(bundle, draft, weights, target, judging)
     outputs = [p for p in bundle.rglob("*") if p.is_file()]
@@ -100,7 +104,7 @@ def run(cfg: Config) -> None:
         folder,
         stage=STAGE,
         identity=identity,
-        inputs={"checkpoint": checkpoint_hash},
+        inputs={"checkpoint": checkpoint_hash, **({"calibration": calibration_digest} if calibration_digest else {})},
         outputs=outputs,
         counts={
             "tensors": len(weights) + len(judging),
@@ -110,6 +114,22 @@ def run(cfg: Config) -> None:
         seconds=time.monotonic() - begun,
     )
     print(f"export: {bundle} (from {checkpoint.name}; logits equal the checkpoint's bit for bit)")
+
+
+def calibration_of(run_dir: Path, checkpoint_hash: str) -> tuple[dict[str, Any] | None, str | None]:
+    """What stage=calibrate wrote about this checkpoint, and its digest; (None, None) if it did not run.
+
+    One about another checkpoint is left out, and the user is told. Raises UserError where the file has changed.
+    """
+    folder = run_dir / "calibrate"
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None, None
+    if manifest.inputs.get("checkpoint") != checkpoint_hash:
+        print(f"NOTE: {folder} is about another checkpoint; it is left out. Run stage=calibrate for this one.")
+        return None, None
+    verify_outputs(folder, manifest)
+    return read_json(folder / "calibration.json", "The calibration"), manifest.digest()
 
 
 def _is_current(folder: Path, identity: Mapping[str, Any]) -> bool:
@@ -329,62 +349,3 @@ def export_other_forms(
     for form in done:
         print(f"export: {form.folder}" + "".join(f"\n  forced: {reason}" for reason in form.forced))
     return [p for form in done for p in form.folder.rglob("*") if p.is_file()]
-
-
-def model_card(meta: Mapping[str, Any], draft: Mapping[str, Any], training: Mapping[str, Any]) -> str:
-    """README.md of the bundle: what it is, what was measured, how to use it."""
-    target, head = meta["target"], meta["draft"]
-    rows = [
-        ("target", f"{target['name']} (revision {target['revision']})"),
-        ("architecture", meta["architecture"]),
-        ("taps", ", ".join(map(str, meta["taps"])) + " (0-based, output of decoder layer i)"),
-        ("parameters", f"{head['trainable_parameters']:,} ({100 * head['ratio_to_target']:.1f} % of the target's)"),
-    ]
-    if meta.get("verifier"):
-        judge = meta["verifier"]
-        rows.append(
-            (
-                "verifier",
-                f"{judge['parameters']:,} parameters ({100 * judge['ratio_to_target']:.1f} % of the target's, "
-                f"{100 * judge['ratio_with_draft']:.1f} % with the draft), rule {judge['mode']}",
-            )
-        )
-    if training.get("supervised_tokens"):
-        rows.append(
-            ("supervised tokens", f"{training['supervised_tokens']:,} (seen {training['token_visits']:,} times)")
-        )
-    rows.append(("training", f"{training.get('step')} steps, {float(training.get('seconds') or 0):.0f} s"))
-    dev = training.get("dev") or {}
-    if dev.get("acceptance_length") is not None:
-        rows.append(("acceptance length on dev prompts (greedy)", f"{dev['acceptance_length']:.3f}"))
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return f"""# A draft for {target["name"]}
-
-Drafts tokens for speculative decoding with the target named below and no other: loading it with a target of another
-configuration, tokenizer or chat template is refused. Output stays the target's own; the draft changes the speed only.
-
-| | |
-| --- | --- |
-{table}
-
-Speed depends on the machine and is measured by `stage=evaluate`, whose report stands beside this bundle.
-
-## Use
-
-```
-python -m jetspec_train stage=generate bundle=THIS_FOLDER "prompt=What's up?"
-python -m jetspec_train stage=evaluate bundle=THIS_FOLDER run_dir=runs/evaluation
-```
-
-```python
-from jetspec_train.decoding.decoder import Decoder
-
-decoder = Decoder.from_bundle("THIS_FOLDER")
-prompt = decoder.target.chat.render([{{"role": "user", "content": "What's up?"}}])
-print(decoder.target.chat.decode(decoder.generate([prompt])[0].tokens))
-```
-
-Weights: safetensors only; embedding and head are the target's. Trained with jetspec-train
-(revision {meta["provenance"]["git_revision"] or "of the installed package"}); settings, data and versions are
-in `bundle.json`.
-"""

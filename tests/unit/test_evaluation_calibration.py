@@ -151,7 +151,7 @@ def test_the_whole_procedure_certifies_what_is_good_and_hardly_ever_what_is_bad(
     """Fit a grid on one draw, certify on another, look at the true risk of what was certified."""
     random = np.random.default_rng(3)
     truth = made_stages(random, 20_000, 0.001)
-    certified, bad, repeats, prompts = 0, 0, 100, 800
+    certified, bad, repeats, prompts = 0, 0, 40, 800
     for _ in range(repeats):
         grid = threshold_grid(made_stages(random, 200, 0.001), certify_prompts=prompts)
         fresh = made_stages(random, prompts, 0.001)

@@ -80,7 +80,7 @@ def _private_extensions() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed's information lines (dozens per rank) are dropped; its warnings and errors stay."""
+    """While DeepSpeed starts, its information and warnings (dozens of lines per rank) are dropped; errors stay."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

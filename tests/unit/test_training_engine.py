@@ -13,6 +13,7 @@ from torch import nn
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import EngineConfig, TrackingConfig
 from jetspec_train.training.checkpoint import TrainState
+from jetspec_train.training.deepspeed_engine import DeepSpeedEngine
 from jetspec_train.training.engine import TorchEngine, create_engine, write_optimizer
 from jetspec_train.training.loop import Cadence, StepResult, train
 from jetspec_train.training.ranks import Ranks, find_address, find_ranks
@@ -107,6 +108,19 @@ def test_unknown_engines_and_what_plain_torch_lacks_are_user_errors() -> None:
         create_engine(EngineConfig(name="torch", zero_stage=3), clip=1.0, ranks=Ranks())
     with pytest.raises(UserError, match=r"engine\.offload=true needs DeepSpeed.*one rank without a GPU"):
         create_engine(EngineConfig(name="auto", offload=True), clip=1.0, ranks=Ranks())
+
+
+def test_a_stale_build_lock_and_offload_of_nothing_are_user_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "some_extension").mkdir()
+    (tmp_path / "some_extension" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(UserError, match=r"build lock.*some_extension/lock.*delete it"):
+        create_engine(EngineConfig(name="deepspeed"), clip=1.0, ranks=Ranks())
+    with pytest.raises(UserError, match=r"engine\.offload=true needs engine\.zero_stage"):
+        DeepSpeedEngine(stage=0, offload=True)
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,47 @@ def test_domains_are_interleaved_and_limited() -> None:
     suite = build_suite(candidates(5), chat, per_domain=2, max_new_tokens=4, max_positions=256)
     assert [prompt.domain for prompt in suite.prompts] == ["sums", "lists", "sums", "lists"]
     assert [prompt.row for prompt in suite.prompts] == [0, 1, 2, 3]
+
+
+def test_a_bundle_with_a_verifier_has_a_section_that_its_raw_lines_give_again(tmp_path: Path) -> None:
+    import jsonschema
+
+    from jetspec_train.evaluation.session import evaluate_bundle as run
+    from jetspec_train.evaluation.verification import summarise_verification
+    from jetspec_train.stages import calibrate, export
+    from tests.verifier_tools import run_with_verifier
+
+    cfg = run_with_verifier(tmp_path, bias=3.0)
+    calibrate.run(cfg)
+    export.run(cfg)
+    settings = EvaluateConfig(
+        prompts=2, max_new_tokens=12, bootstrap=100, cost_context=0, replay=0, fp32_prompts=0, verification=1
+    )
+    report, records, lines = run(
+        read_bundle(tmp_path / "export" / "bundle"),
+        candidates(),
+        target_config=tiny_target_config("llama"),
+        evaluate=settings,
+        decoding=cfg.decoding,
+        training={"supervised_tokens": None, "budget_tokens": None, "seconds": None},
+        settings={"evaluate": vars(settings), "decoding": {"sampling": {"temperature": 0}}},
+        commands=[],
+        versions={},
+    )
+    write_report(tmp_path / "evaluate", report, records, lines)
+    loaded = load_report(tmp_path / "evaluate")
+    jsonschema.validate(loaded, json.loads(SCHEMA.read_text()))
+    section = loaded["verification"]
+    raw = [json.loads(line) for line in (tmp_path / "evaluate" / "verification.jsonl").read_text().splitlines()]
+    assert summarise_verification(raw, draws=100) == section
+    assert section["calibrated"] and section["policy"]["policy"] == "lossless"
+    assert "no threshold is certified" in section["policy"]["reason"]
+    assert section["prompts"] == 2 and section["judged_tokens"] > 0
+    # what a lossless policy emits is the target's own
+    assert section["identical_answers"] == 1.0 and section["quality_retained"] == 1.0 == section["quality_lower_bound"]
+    target, bundle = tiny_target("llama"), read_bundle(tmp_path / "export" / "bundle")
+    own = sum(tensor.numel() for name, tensor in bundle.tensors.items() if name.startswith("verifier."))
+    assert section["verifier_parameters"] == own == section["verifier_ratio_to_target"] * target.parameters
+    page = (tmp_path / "evaluate" / "report.html").read_text()
+    assert 'id="verification"' in page and 'id="figure-reliability"' in page
+    assert (tmp_path / "evaluate" / "figures" / "precision_coverage.png").is_file()

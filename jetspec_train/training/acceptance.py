@@ -14,6 +14,7 @@ from typing import Any
 from jetspec_train.config import DecodingConfig, SamplingConfig
 from jetspec_train.decoding.decoder import Decoder
 from jetspec_train.decoding.drafting import BlockDrafter
+from jetspec_train.decoding.planning import without_controls
 from jetspec_train.decoding.stats import merge_stats
 from jetspec_train.modeling.draft_head import DraftHead
 from jetspec_train.targets.target import Target
@@ -47,7 +48,9 @@ def measure_acceptance(
             raise Stopped
 
     for shape in ("chain", "tree"):
-        settings = dataclasses.replace(decoding, shape=shape, drafting=True, sampling=SamplingConfig(), stop=[])
+        # The draft alone is measured: no policy, stages or scheduler of the run's own decoding.
+        plain = without_controls(decoding)
+        settings = dataclasses.replace(plain, shape=shape, drafting=True, sampling=SamplingConfig(), stop=[])
         decoder = Decoder(target, drafter, settings)
         try:
             generations = decoder.generate(list(prompts), max_new_tokens=max_new_tokens, on_tokens=check)
@@ -61,4 +64,4 @@ def measure_acceptance(
             on_answers([generation.tokens for generation in generations])
             slots = range(len(stats.drafted_by_depth))
             record["acceptance_rate_at"] = [round(stats.acceptance_rate_at(slot), 4) for slot in slots]
-    return {"acceptance_length": record[decoding.shape], **record}
+    return {"acceptance_length": record["chain" if decoding.shape == "chain" else "tree"], **record}

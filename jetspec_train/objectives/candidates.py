@@ -47,7 +47,7 @@ class Candidates:
     margins_BAKS: Tensor  # log-probability of the first choice minus the token's own
     ranks_BAKS: Tensor  # int64, number of tokens the draft likes better, at most 3
     entropies_BAK: Tensor  # nats, of the slot without the parent term
-    parent_entropies_BAK: Tensor  # nats, given the parent
+    parent_entropies_BAK: Tensor  # nats, given the parent; only where asked for
     leads_BAK: Tensor  # log-probability of the first choice minus that of the second
     on_path_BAK: Tensor  # bool: judged
     followed_BAK: Tensor  # int64
@@ -85,12 +85,13 @@ class Rule:
     by prod min(1, p_d / p_t), the chance that it was drafted and accepted over the chance that it is the text.
 
     siblings: choices judged beside the first; none under the ratio rule. process: logits -> log-probabilities [m, V] of
-    the sampled rules (temperature and filters); None: log-softmax.
+    the sampled rules (temperature and filters); None: log-softmax. baselines: also fill ``parent_entropies``.
     """
 
     mode: str = "match_greedy"
-    siblings: int = 3
+    siblings: int = 2
     process: Logits | None = None
+    baselines: bool = False
 
     def logprobs(self, logits_mV: Tensor) -> Tensor:
         return torch.log_softmax(logits_mV, dim=-1) if self.process is None else self.process(logits_mV)
@@ -262,30 +263,51 @@ def _judge(rows: _Rows, rule: Rule) -> dict[str, Tensor]:
     wide = torch.promote_types(rows.plain.dtype, torch.float32)
     plain_mV = rows.plain.to(wide)
     logits_mV = plain_mV if rows.bias is None else plain_mV + rows.bias
-    draft_mV = rule.logprobs(logits_mV) if rule.mode == "ratio" else torch.log_softmax(logits_mV, dim=-1)
-    best_mS, top_mS = draft_mV.topk(max(2, rule.width), dim=-1)
+    if rule.mode == "ratio":
+        logits_mV = rule.logprobs(logits_mV)
+    total_m1 = torch.logsumexp(logits_mV, dim=-1, keepdim=True)
+    best_mS, top_mS = largest(logits_mV, max(2, rule.width))
     if rows.given is not None:
         tokens_mS = rows.given.unsqueeze(-1)
     elif rule.mode == "ratio":
         assert rows.draw is not None, "the ratio rule draws its tokens: pass draws"
-        reached_mV = draft_mV.double().exp().cumsum(-1)
+        reached_mV = logits_mV.double().exp().cumsum(-1)
         drawn_m1 = torch.searchsorted(reached_mV, rows.draw.unsqueeze(-1) * reached_mV[:, -1:], right=True)
-        tokens_mS = torch.cat((drawn_m1.clamp(max=draft_mV.shape[-1] - 1), rows.text.unsqueeze(-1)), dim=-1)
+        tokens_mS = torch.cat((drawn_m1.clamp(max=logits_mV.shape[-1] - 1), rows.text.unsqueeze(-1)), dim=-1)
     else:
         tokens_mS = top_mS[:, : rule.width]
-    logprob_mS = draft_mV.gather(-1, tokens_mS)
+    value_mS = logits_mV.gather(-1, tokens_mS)
+    if rows.given is not None or rule.mode == "ratio":
+        rank_mS = (logits_mV.unsqueeze(1) > value_mS.unsqueeze(-1)).sum(-1)
+    else:
+        rank_mS = torch.arange(rule.width, device=tokens_mS.device).expand(tokens_mS.shape)
     made = {
         "tokens_BAKS": tokens_mS,
-        "logprobs_BAKS": logprob_mS.clamp(min=-1e4),
-        "margins_BAKS": (best_mS[:, :1] - logprob_mS).clamp(max=1e4),
-        "ranks_BAKS": (draft_mV.unsqueeze(1) > logprob_mS.unsqueeze(-1)).sum(-1).clamp(max=3)
-        if rows.given is not None or rule.mode == "ratio"
-        else torch.arange(rule.width, device=tokens_mS.device).clamp(max=3).expand(tokens_mS.shape),
-        "entropies_BAK": _entropy(torch.log_softmax(plain_mV, dim=-1)),
-        "parent_entropies_BAK": _entropy(draft_mV),
+        "logprobs_BAKS": (value_mS - total_m1).clamp(min=-1e4),
+        "margins_BAKS": (best_mS[:, :1] - value_mS).clamp(max=1e4),
+        "ranks_BAKS": rank_mS.clamp(max=3),
+        "entropies_BAK": _entropy(plain_mV),
+        "parent_entropies_BAK": _entropy(logits_mV) if rule.baselines else total_m1.new_zeros(len(total_m1)),
         "leads_BAK": (best_mS[:, 0] - best_mS[:, 1]).clamp(max=1e4),
     }
-    return made | _accept(rows, rule, draft_mV, tokens_mS)
+    return made | _accept(rows, rule, logits_mV - total_m1 if rule.mode == "ratio" else logits_mV, tokens_mS)
+
+
+def largest(values_mV: Tensor, count: int, chunk: int = 192) -> tuple[Tensor, Tensor]:
+    """``topk`` over a vocabulary, in a tenth of its time on a CPU: the ``count`` largest entries lie in the chunks with
+    the ``count`` largest maxima, and a maximum is vectorised where a selection is not."""
+    rows, vocabulary = values_mV.shape
+    chunks = vocabulary // chunk
+    if values_mV.device.type != "cpu" or chunks < 4 * count:
+        return values_mV.topk(count, dim=-1)
+    whole = chunks * chunk
+    chunked = values_mV[:, :whole].reshape(rows, chunks, chunk)
+    best_mC = chunked.amax(dim=-1).topk(count, dim=-1).indices
+    places = (best_mC.unsqueeze(-1) * chunk + torch.arange(chunk, device=values_mV.device)).flatten(1)
+    rest = torch.arange(whole, vocabulary, device=values_mV.device).expand(rows, -1)
+    places = torch.cat((places, rest), dim=-1)
+    best_mS, index_mS = values_mV.gather(-1, places).topk(count, dim=-1)
+    return best_mS, places.gather(-1, index_mS)
 
 
 def _accept(rows: _Rows, rule: Rule, draft_mV: Tensor, tokens_mS: Tensor) -> dict[str, Tensor]:
@@ -318,8 +340,12 @@ def _accept(rows: _Rows, rule: Rule, draft_mV: Tensor, tokens_mS: Tensor) -> dic
     }
 
 
-def _entropy(log_mV: Tensor) -> Tensor:
-    return -torch.linalg.vecdot(log_mV.exp(), log_mV.clamp(min=-1e4))
+def _entropy(logits_mV: Tensor) -> Tensor:
+    """Entropy of softmax(logits) in nats, [m]: log-sum-exp minus the mean logit."""
+    p_mV = torch.softmax(logits_mV, dim=-1)
+    peak_m1 = logits_mV.amax(dim=-1, keepdim=True)
+    log_sum_m = (peak_m1 - p_mV.amax(dim=-1, keepdim=True).log()).squeeze(-1)
+    return log_sum_m - torch.linalg.vecdot(p_mV, logits_mV.clamp(min=-1e4))
 
 
 def _nothing(blocks: int, slots: int, width: int, like: Tensor) -> dict[str, Tensor]:

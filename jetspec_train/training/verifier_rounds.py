@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class HeldOutRounds:
     def collect(self, draft: DraftHead, verifier: Verifier, rule: Rule | None = None) -> JudgedSlots:
         """Walk all answers with copies of both networks in the target's dtype, as they would be served."""
         target = self.target
-        rule = Rule(mode=(rule or Rule()).mode, siblings=0, process=(rule or Rule()).process)
+        rule = replace(rule or Rule(), siblings=0, baselines=True)
         served = {"device": target.device, "dtype": target.dtype}
         draft, verifier = (copy.deepcopy(module).eval().to(**served) for module in (draft, verifier))  # type: ignore[call-overload]
         fused_BTd = draft.fuse(self.features_BTF)

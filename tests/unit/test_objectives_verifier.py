@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetspec_train.modeling.blocks import Blocks
 from jetspec_train.modeling.draft_head import DraftHead
-from jetspec_train.objectives.candidates import Candidates, Rule, draft_candidates, rate_paths
+from jetspec_train.objectives.candidates import Candidates, Rule, draft_candidates, largest, rate_paths
 from jetspec_train.objectives.verifier_loss import VerifierWeights, verifier_loss, weighted_bce
 from tests.draft_tools import LM_HEAD, Packed, draft_head, logits, packed, random, run_head
 
@@ -281,3 +281,13 @@ def test_cross_entropy_does_not_overflow_and_splits_over_micro_steps() -> None:
             confidence[:, piece], correctness[:, piece], cut, weights[:, piece], total_weight=9.0
         ).loss
     torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("vocabulary", [61, 1000, 4800, 5003])
+def test_the_largest_entries_are_those_of_topk(vocabulary: int) -> None:
+    values = random(7, vocabulary, seed=vocabulary)
+    values[0, -3:] = 9.0 + torch.arange(3)  # at the end, where the chunks do not reach
+    values[1, :4] = 9.0 + torch.arange(4)  # all in one chunk
+    found, places = largest(values, 4)
+    expected = values.topk(4, dim=-1)
+    assert torch.equal(found, expected.values) and torch.equal(places, expected.indices)

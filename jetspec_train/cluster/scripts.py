@@ -3,7 +3,8 @@
 The same writer makes the scripts of a run (``run_dir/slurm/*.sh``, with every setting inside) and the general ones in
 ``slurm/*.sbatch`` (which take the settings as arguments). What all of them do:
 
-* one task per device under ``srun``; ranks and address come from Slurm's variables;
+* one task per device under ``srun``; ranks and address come from Slurm's variables. When the first one ends, the others
+  have a minute to end by themselves, so that the exit code is theirs and not that of a kill;
 * a signal before the time limit (``--signal=B:USR1@...``), or of a preemption, is passed on to the tasks, which save
   and exit with 85;
 * after 85 the job is put back into the queue under its own number, so that jobs that wait for it go on waiting. After
@@ -154,7 +155,7 @@ def _launcher(job: str, cluster: ClusterConfig) -> str:
     tasks = shape.nodes * shape.tasks_per_node
     container = f"{cluster.container} " if cluster.container else ""
     return (
-        f"srun --ntasks={tasks} --cpus-per-task={cluster.cpus_per_task} --kill-on-bad-exit=1 "
+        f"srun --ntasks={tasks} --cpus-per-task={cluster.cpus_per_task} --kill-on-bad-exit=0 --wait=60 "
         f'{container}"$python" -u -m jetspec_train'
     )
 
@@ -183,20 +184,21 @@ run() {
     return "$code"
 }
 
-finish() {  # $1: requeues after a requested stop; $2: after a hang (86) or a kill (137)
+# $1: requeues after a requested stop; $2: after a hang (86) or a signal that nobody announced to this script
+finish() {
     local limit=0 again=0 id="${SLURM_JOB_ID:-0}"
     case "$code" in
         0) event finished; exit 0 ;;
-        85 | 138 | 143) limit=$1; again=$attempt ;;  # the last two: USR1 or TERM while it was still starting
-        86 | 137)
+        85) limit=$1; again=$attempt ;;
+        86 | 137 | 138 | 143)
             limit=$2
-            again="$(grep -c " $id [0-9]* requeued after exit \\(86\\|137\\)" "$run_dir/slurm/events.log")" ;;
+            again="$(grep -c " $id [0-9]* requeued after exit \\(86\\|1[0-9][0-9]\\)" "$run_dir/slurm/events.log")" ;;
     esac
     [ "$stopping" = 0 ] || { limit=$1; again=$attempt; }
     local state; state="$(squeue -h -j "$id" -o %T 2>/dev/null)"
     if [ "$again" -lt "$limit" ] && [ "$state" = RUNNING ]; then
         event "requeued after exit $code"
-        scontrol requeue "$id" && sleep 120
+        scontrol requeue "$id" && exit "$code"
     fi
     event "failed with exit $code"
     exit "$code"

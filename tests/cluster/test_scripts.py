@@ -119,6 +119,7 @@ def run_body(tmp_path: Path, exit_code: int, attempt: str = "0", state: str = "R
         (85, "2", "RUNNING", False),  # cluster.requeues are used up
         (85, "0", "CANCELLED", False),  # the user has cancelled it
         (143, "1", "RUNNING", True),
+        (143, "60", "RUNNING", True),  # counted apart from preemptions
         (86, "0", "RUNNING", True),
         (137, "9", "RUNNING", True),  # many preemptions before do not count
         (2, "0", "RUNNING", False),  # a user's mistake is not repeated

@@ -401,7 +401,9 @@ class Config:
     prompt: str | None = None
     prompt_file: str | None = None
     reports: list[str] = field(default_factory=list)
-    pipeline: list[str] = field(default_factory=lambda: ["distill", "train", "export", "evaluate"])
+    pipeline: list[str] = field(
+        default_factory=lambda: ["distill", "negatives", "train", "calibrate", "export", "evaluate"]
+    )
     target: TargetConfig = field(default_factory=TargetConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)

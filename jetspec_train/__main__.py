@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jetspec_train.config import Config
 
 DONE, DEFECT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-STAGES_THAT_WRITE = ("pipeline", "distill", "train", "export", "evaluate")
+STAGES_THAT_WRITE = ("pipeline", "distill", "train", "calibrate", "export", "evaluate")
 
 
 def main(arguments: list[str] | None = None) -> int:

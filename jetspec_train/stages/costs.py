@@ -195,6 +195,12 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
         nodes = cfg.verifier.blocks * cfg.train.sequences * cfg.draft.block * (1 + cfg.verifier.siblings) // 2
         judge = forward * 3 * nodes * facts.verifier_parameters / (rows * facts.parameters * cfg.train.accumulation)
         seconds["train"] = steps * cfg.train.accumulation * (forward + draft + judge) * OVERHEAD_OF_TRAINING
+    if cfg.verifier.enabled and cfg.draft.kind == "block":
+        # Each prompt of the fit split is answered twice, each of the certify split once and, for a threshold that
+        # passes and the one that fails, twice more; with a draft that is right half of the time.
+        settings = cfg.calibrate
+        decoded = (2 * settings.fit_prompts + 3 * settings.certify_prompts) * settings.max_new_tokens
+        seconds["calibrate"] = decoded / settings.batch_size * timed(facts, settings.batch_size) * OVERHEAD_OF_DECODING
     domains = len(cfg.evaluate.domains) if cfg.evaluate.domains else 6
     answers = cfg.evaluate.prompts * domains * cfg.evaluate.max_new_tokens * cfg.evaluate.repeats
     seconds["evaluate"] = answers * timed(facts, 1) * OVERHEAD_OF_DECODING * (1.7 + len(cfg.evaluate.baselines))

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from jetspec_train.artifacts.bundle import STANDALONE, Bundle
 from jetspec_train.config import DecodingConfig, EvaluateConfig, TargetConfig
+from jetspec_train.decoding.cost_profile import measure_verify_seconds
 from jetspec_train.evaluation.benchmark import (
     PLAIN,
     SPECULATIVE,
@@ -23,7 +24,6 @@ from jetspec_train.evaluation.benchmark import (
     run_benchmark,
 )
 from jetspec_train.evaluation.contenders import build_contenders, decoder_of
-from jetspec_train.evaluation.costs import measure_cost_curve
 from jetspec_train.evaluation.identity import Comparison, MarginJudge, check_identity, compare_records
 from jetspec_train.evaluation.machine import OtherWork, describe_machine, peak_memory_bytes
 from jetspec_train.evaluation.replay import record_replay
@@ -79,7 +79,9 @@ def evaluate_bundle(
     records = timed_runs(suite, contenders, evaluate, meter)
     machine |= {"dtype": dtype, **meter.summary()}
     peak_memory = peak_memory_bytes()
-    curve = measure_cost_curve(target, context=evaluate.cost_context) if evaluate.cost_context else {}
+    curve = {}
+    if evaluate.cost_context:
+        curve = measure_verify_seconds(target, context=evaluate.cost_context, repeats=7)
     replay = record_replay(
         decoder_of(target, bundle, decoding), suite.prompts[: evaluate.replay], evaluate.max_new_tokens, decoding
     )

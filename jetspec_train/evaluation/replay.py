@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetspec_train.config import DecodingConfig
+from jetspec_train.decoding.planning import without_controls
 from jetspec_train.evaluation.suites import SuitePrompt
 
 SHOWN_REJECTED = 3  # rejected tokens shown per round; the rest are counted
@@ -93,7 +94,8 @@ def record_replay(
     shown = []
     for prompt in prompts:
         recorder = RecordingDrafter(decoder.drafter)
-        watched = type(decoder)(decoder.target, recorder, settings)
+        # One proposal per round: decisions of a staged round are in the decoder's own trace.
+        watched = type(decoder)(decoder.target, recorder, without_controls(settings))
         generation = watched.generate(
             [prompt.tokens],
             max_new_tokens=max_new_tokens,

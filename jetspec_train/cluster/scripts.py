@@ -129,6 +129,7 @@ def _purpose(job: str) -> str:
         "distill": "The target answers the recipe's prompts, one array task per shard.",
         GATHER: "Finishes what shards left over and merges them; normally a matter of seconds.",
         "train": "The draft learns from the answers, one task per device.",
+        "calibrate": "What the verifier's probabilities are worth, and from which one on a check may be skipped.",
         "export": "The best checkpoint becomes a bundle; needs no GPU.",
         "evaluate": "Plain against speculative decoding: report.json and report.html.",
     }.get(job, f"stage={job}")
@@ -186,13 +187,15 @@ run() {
 
 # $1: requeues after a requested stop; $2: after a hang (86) or a signal that nobody announced to this script
 finish() {
-    local limit=0 again=0 id="${SLURM_JOB_ID:-0}"
+    local limit=0 again=0 own="${SLURM_JOB_ID:-0}" id="${SLURM_JOB_ID:-0}"
+    # The plain number of one array task is also that of the whole array.
+    [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     case "$code" in
         0) event finished; exit 0 ;;
         85) limit=$1; again=$attempt ;;
         86 | 137 | 138 | 143)
             limit=$2
-            again="$(grep -c " $id [0-9]* requeued after exit \\(86\\|1[0-9][0-9]\\)" "$run_dir/slurm/events.log")" ;;
+            again="$(grep -c " $own [0-9]* requeued after exit \\(86\\|1[0-9][0-9]\\)" "$run_dir/slurm/events.log")" ;;
     esac
     [ "$stopping" = 0 ] || { limit=$1; again=$attempt; }
     local state; state="$(squeue -h -j "$id" -o %T 2>/dev/null)"
@@ -226,7 +229,7 @@ def write_general_scripts(folder: str) -> None:
     """Write ``slurm/*.sbatch`` (one GPU; site settings are edited there or given to sbatch)."""
     from jetspec_train.artifacts.files import atomic_write
 
-    for job in ("distill", GATHER, "train", "export", "evaluate"):
+    for job in ("distill", GATHER, "train", "calibrate", "export", "evaluate"):
         atomic_write(f"{folder}/{job}.sbatch", batch_script(job, ClusterConfig(gpus=1)))
 
 

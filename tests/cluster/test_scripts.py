@@ -41,7 +41,7 @@ def test_a_changed_configuration_changes_the_words() -> None:
     assert words_of(other) == ["preset=tiny", "train.learning_rate=0.25"]
 
 
-@pytest.mark.parametrize("job", ["distill", GATHER, "train", "export", "evaluate"])
+@pytest.mark.parametrize("job", ["distill", GATHER, "train", "calibrate", "export", "evaluate"])
 def test_the_general_scripts_are_those_of_the_writer_and_valid_shell(job: str, tmp_path: Path) -> None:
     path = ROOT / "slurm" / f"{job}.sbatch"
     expected = batch_script(job, ClusterConfig(gpus=1), words=None)
@@ -90,7 +90,9 @@ def test_what_each_stage_asks_of_the_cluster() -> None:
     assert "gpus-per-node" not in batch_script("train", ClusterConfig(), words=[], run_dir="x")
 
 
-def run_body(tmp_path: Path, exit_code: int, attempt: str = "0", state: str = "RUNNING") -> tuple[int, list[str]]:
+def run_body(
+    tmp_path: Path, exit_code: int, attempt: str = "0", state: str = "RUNNING", **variables: str
+) -> tuple[int, list[str]]:
     """Run a train script whose srun exits with the code, against fake Slurm commands; its code and the requeues."""
     fake = tmp_path / "bin"
     fake.mkdir(exist_ok=True)
@@ -104,7 +106,7 @@ def run_body(tmp_path: Path, exit_code: int, attempt: str = "0", state: str = "R
     script = batch_script("train", ClusterConfig(requeues=2), words=[], run_dir=str(tmp_path), folder=str(tmp_path))
     answer = subprocess.run(
         ["bash", "-c", script],
-        env={"PATH": f"{fake}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": attempt},
+        env={"PATH": f"{fake}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": attempt, **variables},
         capture_output=True,
     )
     asked = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
@@ -142,11 +144,16 @@ def test_after_three_kills_it_is_given_up(tmp_path: Path) -> None:
         assert bool(asked) == (attempt < 3)
 
 
+def test_one_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    _, asked = run_body(tmp_path, 85, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert asked == ["requeue 7_2"]
+
+
 def test_scripts_of_a_run_hold_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cfg = load_config(["preset=tiny", "cluster=slurm", "cluster.distill_tasks=3", "run_dir=r", "train.steps=9"])
     scripts = jobs.write_scripts(cfg, tmp_path)
-    assert list(scripts) == ["distill", GATHER, "train", "export", "evaluate"]
+    assert list(scripts) == ["distill", GATHER, *cfg.pipeline[1:]]
     text = (tmp_path / "r" / "slurm" / "train.sh").read_text()
     assert "settings=(preset=tiny run_dir=r train.steps=9 cluster.hang_minutes=30.0)" in text
     assert f"cd {tmp_path}" in text and "cluster.name" not in text

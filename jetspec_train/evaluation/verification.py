@@ -26,6 +26,7 @@ from jetspec_train.evaluation.judgement import (
     precision_coverage,
     reliability,
 )
+from jetspec_train.evaluation.replay import SHOWN_REJECTED
 from jetspec_train.evaluation.statistics import interval_of, resample
 from jetspec_train.evaluation.verification_runs import BEST, CHAIN, EVERY, POLICY
 
@@ -95,6 +96,7 @@ def summarise_verification(lines: Iterable[Line], *, draws: int = 500, seed: int
         **screening([line for line in rounds if line["run"] == POLICY], seed),
         **savings(answers),
         **quality_retained(answers, draws=draws, seed=seed),
+        "replay": replay(rounds, next((line for line in everything if line["type"] == "texts"), None)),
         "verifier_parameters": facts["verifier_parameters"],
         "verifier_ratio_to_target": facts["verifier_parameters"] / facts["target_parameters"],
         "draft_and_verifier_ratio_to_target": (facts["verifier_parameters"] + facts["draft_parameters"])
@@ -200,6 +202,48 @@ def screening(rounds: Sequence[Line], seed: int = 0) -> dict[str, Any]:
         "screening_lower_bound": 1 - upper_bound(errors, len(own), CONFIDENCE) if own else None,
         "screening_goal": PRECISION,
         "skipped_share": deferred / decisions if decisions else None,
+    }
+
+
+def replay(rounds: Sequence[Line], texts: Line | None) -> list[dict[str, Any]]:
+    """The policy's rounds of a few answers as text: ``[{id, domain, prompt, rounds: [{tokens, rejected,
+    more_rejected}]}]``, a token being ``{text, kind}``.
+
+    Kinds: accepted (drafted, checked at once), deferred (waited, then found to be the target's own), overruled (waited,
+    kept against the target's choice), bonus (the target's own next token). ``rejected`` nodes were sent and dropped.
+    The first entry is the token of the prefill.
+    """
+    if texts is None:
+        return []
+    shown = []
+    for prompt, text in texts["prompts"].items():
+        own = [line for line in rounds if line["run"] == POLICY and line["prompt"] == prompt]
+        if not own:
+            continue
+        first = {"tokens": [{"text": texts["tokens"][str(own[0]["anchor"])], "kind": "bonus"}]}
+        shown.append(
+            {
+                "id": prompt,
+                "domain": own[0]["domain"],
+                "prompt": text,
+                "rounds": [{**first, "rejected": [], "more_rejected": 0}, *(_replay_round(r, texts) for r in own)],
+            }
+        )
+    return shown
+
+
+def _replay_round(line: Line, texts: Line) -> dict[str, Any]:
+    deferred, overruled = set(line["deferred"]), set(line["overruled"])
+    kinds = ["overruled" if n in overruled else "deferred" if n in deferred else "accepted" for n in line["accepted"]]
+    tokens = [
+        {"text": texts["tokens"][str(token)], "kind": kind}
+        for token, kind in zip(line["emitted"], [*kinds, "bonus"])  # an answer that ended has emitted fewer
+    ]
+    rejected = [texts["tokens"][str(line["nodes"][node]["token"])] for node in line["rejected"]]
+    return {
+        "tokens": tokens,
+        "rejected": rejected[:SHOWN_REJECTED],
+        "more_rejected": max(0, len(rejected) - SHOWN_REJECTED),
     }
 
 

@@ -4,6 +4,7 @@
 * ``round``: one round of a decoder with the target's verdict on every drafted token (decoding/trace.py). Run
   ``chain`` is the greedy chain over the whole block, on which heads and training-free scores are compared; run
   ``policy`` is the staged policy;
+* ``texts``: of the prompts that the report replays, and of the tokens in their ``policy`` rounds;
 * ``answer``: one answer of a timed run - ``plain``, ``without_stages`` (the fastest decoder measured without stages),
   ``every_stage`` (each stage verified at once) and ``policy`` - with its costs and the target's log-probability of it.
 
@@ -82,8 +83,22 @@ def record_verification(
         for at in range(0, len(shadows), BATCH):
             rounds, _ = shadow.run(shadows[at : at + BATCH], max_new_tokens=evaluate.max_new_tokens)
             lines += [{"type": "round", "run": run, **record} for record in rounds]
+    lines.append(texts_of(lines, chosen[: evaluate.replay], target.chat))
     lines += timed_answers(target, drafter, chosen, evaluate, {BEST: best, EVERY: every_stage(policy), POLICY: policy})
     return lines
+
+
+def texts_of(lines: Sequence[Line], prompts: Sequence[SuitePrompt], chat: Any) -> Line:
+    """What people need to read the policy's rounds of these prompts."""
+    names = {prompt.id for prompt in prompts}
+    rounds = [line for line in lines if line["type"] == "round" and line["run"] == POLICY and line["prompt"] in names]
+    tokens = {token for line in rounds for token in (line["anchor"], line["bonus"], *line["emitted"])}
+    tokens |= {node["token"] for line in rounds for node in line["nodes"]}
+    return {
+        "type": "texts",
+        "prompts": {prompt.id: prompt.text for prompt in prompts},
+        "tokens": {str(token): chat.decode([token], skip_special_tokens=False) for token in sorted(tokens)},
+    }
 
 
 def first_of_each_domain(prompts: Sequence[SuitePrompt], count: int) -> list[SuitePrompt]:

@@ -208,7 +208,7 @@ def test_a_bundle_with_a_verifier_has_a_section_that_its_raw_lines_give_again(tm
     calibrate.run(cfg)
     export.run(cfg)
     settings = EvaluateConfig(
-        prompts=2, max_new_tokens=12, bootstrap=100, cost_context=0, replay=0, fp32_prompts=0, verification=1
+        prompts=2, max_new_tokens=12, bootstrap=100, cost_context=0, replay=1, fp32_prompts=0, verification=1
     )
     report, records, lines = run(
         read_bundle(tmp_path / "export" / "bundle"),
@@ -235,6 +235,11 @@ def test_a_bundle_with_a_verifier_has_a_section_that_its_raw_lines_give_again(tm
     target, bundle = tiny_target("llama"), read_bundle(tmp_path / "export" / "bundle")
     own = sum(tensor.numel() for name, tensor in bundle.tensors.items() if name.startswith("verifier."))
     assert section["verifier_parameters"] == own == section["verifier_ratio_to_target"] * target.parameters
+    # the replay is the whole answer: what each round emitted, in order
+    answer = next(line for line in raw if line["type"] == "answer" and line["run"] == "policy")
+    (shown,) = section["replay"]
+    text = "".join(token["text"] for part in shown["rounds"] for token in part["tokens"])
+    assert text == "".join(target.chat.decode([token], skip_special_tokens=False) for token in answer["tokens"])
     page = (tmp_path / "evaluate" / "report.html").read_text()
     assert 'id="verification"' in page and 'id="figure-reliability"' in page
     assert (tmp_path / "evaluate" / "figures" / "precision_coverage.png").is_file()

@@ -11,7 +11,13 @@ import pytest
 
 from jetspec_train.evaluation.calibration import upper_bound
 from jetspec_train.evaluation.report import verification_verdict
-from jetspec_train.evaluation.verification import quality_retained, repetition, savings, summarise_verification
+from jetspec_train.evaluation.verification import (
+    quality_retained,
+    repetition,
+    replay,
+    savings,
+    summarise_verification,
+)
 
 SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "report.schema.json"
 FACTS = {
@@ -165,6 +171,28 @@ def test_quality_is_a_ratio_of_probabilities_per_token_with_a_bound(section: dic
     found = quality_retained(lines, draws=200, seed=0)
     assert found["quality_lower_bound"] < found["quality_retained"]
     assert quality_retained([], draws=10, seed=0)["quality_retained"] is None
+
+
+def test_the_replay_colours_what_waited_what_was_kept_and_what_was_dropped() -> None:
+    line = {
+        "run": "policy",
+        "prompt": "p",
+        "domain": "d",
+        "anchor": 7,
+        "nodes": [{"token": 10 + n} for n in range(5)],
+        "accepted": [0, 1, 2],
+        "deferred": [0, 1],
+        "overruled": [1],
+        "rejected": [3, 4],
+        "emitted": [10, 11, 12, 99],
+    }
+    texts = {"prompts": {"p": "Hi"}, "tokens": {str(t): f"<{t}>" for t in (7, 10, 11, 12, 13, 14, 99)}}
+    (shown,) = replay([line, {**line, "emitted": [10]}], texts)
+    kinds = [[(t["text"], t["kind"]) for t in part["tokens"]] for part in shown["rounds"]]
+    assert kinds[0] == [("<7>", "bonus")]
+    assert kinds[1] == [("<10>", "deferred"), ("<11>", "overruled"), ("<12>", "accepted"), ("<99>", "bonus")]
+    assert kinds[2] == [("<10>", "deferred")]  # the answer ended there
+    assert shown["rounds"][1]["rejected"] == ["<13>", "<14>"] and replay([line], None) == []
 
 
 def test_repetition_is_the_share_of_runs_seen_before() -> None:

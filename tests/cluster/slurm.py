@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
 CORES = 8  # claimed, whatever the machine has: the tests' jobs are small and wait for each other mostly
@@ -126,8 +129,24 @@ def state_of(number: str) -> str:
     return ""
 
 
+def kill_tasks(*words: str) -> bool:
+    """SIGKILL for the Python processes with all these words in their command line; whether there was one."""
+    found = False
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "-m" in line and "jetspec_train" in line and all(word in line for word in words) and "srun" not in line[0]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                found = True
+    return found
+
+
 def hurry(number: str) -> None:
-    """Start a requeued job now; Slurm itself makes it wait for two minutes."""
+    """Start a requeued job soon; Slurm itself makes it wait for two minutes.
+
+    At once would be too soon: the node still refuses the number of the job that has just ended there.
+    """
+    time.sleep(4)
     ask("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 

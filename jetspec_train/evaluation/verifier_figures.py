@@ -42,9 +42,10 @@ def precision_coverage(verification: Mapping[str, Any]) -> Paint:
         for index, (name, curve) in enumerate(verification["curves"].items()):
             if curve:
                 places = [(point["coverage"], point["precision"]) for point in curve]
-                axis.plot(*zip(*places), color=PALETTE[index], linestyle=("-", "--", ":", "-.")[index % 4], label=name)
+                style, label = ("-", "--", ":", "-.")[index % 4], name.replace("_", " ")
+                axis.plot(*zip(*places), color=PALETTE[index], linestyle=style, label=label)
         axis.axhline(0.992, color=ink, linestyle=":", linewidth=1)
-        axis.annotate("99.2 %", (0.0, 0.992), xytext=(2, 3), textcoords="offset points", fontsize=9)
+        axis.annotate("99.2 %", (1.0, 0.992), xytext=(0, 3), ha="right", textcoords="offset points", fontsize=9)
         axis.set_xlim(0, 1)
         axis.set_xlabel("share of the drafted tokens above the threshold")
         axis.set_ylabel("share of them accepted")

@@ -11,8 +11,8 @@ Logits are of "accepted, given that the path before it was accepted"; ``survival
 
 Shapes: B rows, T context columns, M candidate nodes of a row (chain or tree), d / E width of the draft / of the
 target's embeddings, r rank of the parent term, s scalars, w width of the verifier, H / J query and key-value heads,
-D head size, N nodes that exist over all rows, K slots. Where a row holds A blocks (training), M is preceded by an
-axis A.
+D head size, K slots. Where a row holds A blocks (training), M is preceded by an axis A. Inside, the nodes that exist
+stand row by row without their padding: N of the row with most, each with L ancestors (itself among them) at most.
 """
 
 from __future__ import annotations
@@ -97,46 +97,42 @@ class _Layer(nn.Module):
         values = linear(context_BTd, self.context_v_proj).view(B, T, self.kv_heads, self.head_dim)
         return rotate(self.k_norm(keys).transpose(1, 2), cos, sin), values.transpose(1, 2)
 
-    def forward(
-        self,
-        x_Nw: Tensor,
-        places_N: Tensor,
-        ancestors_BAMM: Tensor,
-        cos_BnD: Tensor,
-        sin_BnD: Tensor,
-        context: LayerContext,
-        context_mask_BAT: Tensor | None,
-    ) -> Tensor:
-        B, A, M, _ = ancestors_BAMM.shape
-        D = self.head_dim
-        normed = self.norm(x_Nw)
+    def forward(self, x_BNw: Tensor, path: _Paths, cos_BND: Tensor, sin_BND: Tensor, context: LayerContext) -> Tensor:
+        B, N, _ = x_BNw.shape
+        D, L = self.head_dim, path.index_BNL.shape[-1]
+        normed = self.norm(x_BNw)
 
-        def spread(y_Nx: Tensor, heads: int) -> Tensor:
-            """Existing nodes to their places: [N, heads * D] -> [B, A * M, heads, D]; padding is zero."""
-            if len(y_Nx) == B * A * M:
-                return y_Nx.view(B, A * M, heads, D)
-            full = y_Nx.new_zeros(B * A * M, heads * D)
-            return full.index_copy(0, places_N, y_Nx).view(B, A * M, heads, D)
+        def heads(y: Tensor, count: int) -> Tensor:
+            return y.view(B, N, count, D)
 
-        queries = self.q_norm(spread(linear(normed, self.q_proj), self.heads)).transpose(1, 2)
-        keys = self.k_norm(spread(linear(normed, self.k_proj), self.kv_heads)).transpose(1, 2)
-        values = spread(linear(normed, self.v_proj), self.kv_heads).transpose(1, 2)
-        queries, keys = rotate(queries, cos_BnD, sin_BnD), rotate(keys, cos_BnD, sin_BnD)
+        queries = self.q_norm(heads(linear(normed, self.q_proj), self.heads)).transpose(1, 2)
+        keys = self.k_norm(heads(linear(normed, self.k_proj), self.kv_heads)).transpose(1, 2)
+        values = heads(linear(normed, self.v_proj), self.kv_heads).transpose(1, 2)
+        queries, keys = rotate(queries, cos_BND, sin_BND), rotate(keys, cos_BND, sin_BND)
+        own = path.index_BNL.reshape(B, 1, N * L, 1).expand(B, self.kv_heads, N * L, D)
         context_keys, context_values = (columns.to(queries.dtype) for columns in context)
-        mixed_BHAMD = block_attention(
-            queries.reshape(B, self.heads, A, M, D),
+        # Every node is a block of one slot whose own keys are those of its ancestors.
+        mixed_BHN1D = block_attention(
+            queries.unsqueeze(3),
             context_keys,
             context_values,
-            keys.reshape(B, self.kv_heads, A, M, D),
-            values.reshape(B, self.kv_heads, A, M, D),
-            context_mask_BAT,
+            keys.gather(2, own).view(B, self.kv_heads, N, L, D),
+            values.gather(2, own).view(B, self.kv_heads, N, L, D),
+            path.context_mask_BNT,
             causal=False,
-            own_mask_BAKN=ancestors_BAMM,
+            own_mask_BAKN=path.exists_BNL.unsqueeze(2),
         )
-        mixed_Nx = mixed_BHAMD.permute(0, 2, 3, 1, 4).reshape(B * A * M, self.heads * D)
-        if len(x_Nw) != B * A * M:
-            mixed_Nx = mixed_Nx[places_N]
-        return self.mlp(x_Nw + linear(mixed_Nx, self.o_proj))
+        mixed_BNx = mixed_BHN1D.squeeze(3).transpose(1, 2).reshape(B, N, self.heads * D)
+        return self.mlp(x_BNw + linear(mixed_BNx, self.o_proj))
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Where the ancestors of every node stand among the N nodes of its row, and the context that it sees."""
+
+    index_BNL: Tensor  # int64
+    exists_BNL: Tensor  # bool; a node is its own ancestor, so every row has one
+    context_mask_BNT: Tensor | None
 
 
 class _Confidence(nn.Module):
@@ -216,34 +212,59 @@ class Verifier(nn.Module):
         nodes = nodes.blocks()
         if context_mask is not None and context_mask.dim() == 2:
             context_mask = context_mask.unsqueeze(1)
-        places_N = torch.arange(nodes.positions_BM.numel(), device=nodes.positions_BM.device)
-        if nodes.valid_BM is not None:
-            places_N = nodes.valid_BM.reshape(-1).nonzero().squeeze(-1)
-        x_Nw = self._read(nodes, places_N)
-        if self.mlp is not None:
-            x_Nw = self.mlp(x_Nw)
-        else:
-            cos, sin = self.rotary(nodes.positions_BM.flatten(1))
-            for layer, columns in zip(self.layers, context, strict=True):
-                x_Nw = layer(x_Nw, places_N, nodes.ancestors_BMM, cos, sin, columns, context_mask)
-        logits_N = _score(self.norm(x_Nw), self.score)
-        logits = logits_N.new_zeros(nodes.positions_BM.numel()).index_copy(0, places_N, logits_N)
-        return logits.view(shape)
-
-    def _read(self, nodes: NodeInputs, places_N: Tensor) -> Tensor:
-        """Everything a node knows of itself, as the first state [N, w] of the residual stream."""
-        dtype = self.norm.weight.dtype
+        B, A, M = nodes.positions_BM.shape
+        valid = nodes.valid_BM
+        exists_BP = torch.ones_like(nodes.positions_BM, dtype=torch.bool) if valid is None else valid
+        exists_BP = exists_BP.reshape(B, A * M)
+        most = A * M if valid is None else max(1, int(exists_BP.sum(1).max()))
+        # The nodes that exist, in their order, before the padding of their row.
+        place_BN = exists_BP.int().argsort(dim=1, descending=True, stable=True)[:, :most]
 
         def take(x: Tensor) -> Tensor:
-            return x.flatten(0, 2)[places_N].to(dtype)
+            flat = x.flatten(1, 2)
+            return flat.gather(1, place_BN.view(B, most, *[1] * (flat.dim() - 2)).expand(B, most, *flat.shape[2:]))
 
+        x_BNw = self._read(nodes, take)
+        if self.mlp is not None:
+            x_BNw = self.mlp(x_BNw)
+        else:
+            path = _paths(nodes.ancestors_BMM, take(exists_BP.view(B, A, M)), place_BN, context_mask)
+            cos, sin = self.rotary(take(nodes.positions_BM))
+            for layer, columns in zip(self.layers, context, strict=True):
+                x_BNw = layer(x_BNw, path, cos, sin, columns)
+        logits_BN = _score(self.norm(x_BNw), self.score)
+        if valid is not None:
+            logits_BN = logits_BN * take(exists_BP.view(B, A, M))
+            return logits_BN.new_zeros(B, A * M).scatter(1, place_BN, logits_BN).view(shape)
+        return logits_BN.view(shape)
+
+    def _read(self, nodes: NodeInputs, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """Everything a node knows of itself, as the first state [B, N, w] of the residual stream."""
+        dtype = self.norm.weight.dtype
         parts = (
-            take(nodes.hidden_BMd),
-            take(nodes.parent_state_BMr),
-            self.embed_norm(take(nodes.token_embeds_BME)),
-            take(nodes.scalars_BMs),
+            take(nodes.hidden_BMd).to(dtype),
+            take(nodes.parent_state_BMr).to(dtype),
+            self.embed_norm(take(nodes.token_embeds_BME).to(dtype)),
+            take(nodes.scalars_BMs).to(dtype),
         )
         return linear(torch.cat(parts, dim=-1), self.in_proj).to(dtype)
+
+
+def _paths(ancestors_BAMM: Tensor, exists_BN: Tensor, place_BN: Tensor, context_mask_BAT: Tensor | None) -> _Paths:
+    """From who descends from whom within each block to places among the N nodes of a row."""
+    B, A, M, _ = ancestors_BAMM.shape
+    rows_B1 = torch.arange(B, device=place_BN.device).unsqueeze(1)
+    above_BNM = ancestors_BAMM.flatten(1, 2)[rows_B1, place_BN]
+    above_BNM = torch.where(exists_BN.unsqueeze(-1), above_BNM, torch.arange(M, device=place_BN.device) == 0)
+    longest = max(1, int(above_BNM.sum(-1).max()))
+    is_above_BNL, within_BNL = above_BNM.int().sort(dim=-1, descending=True, stable=True)
+    is_above_BNL, within_BNL = is_above_BNL[..., :longest].bool(), within_BNL[..., :longest]
+    block_BN = place_BN // M
+    stands_BP = torch.zeros(B, A * M, dtype=torch.int64, device=place_BN.device)
+    stands_BP.scatter_(1, place_BN, torch.arange(place_BN.shape[1], device=place_BN.device).expand_as(place_BN))
+    index_BNL = stands_BP.gather(1, (block_BN.unsqueeze(-1) * M + within_BNL).flatten(1)).view(within_BNL.shape)
+    seen = None if context_mask_BAT is None else context_mask_BAT[rows_B1, block_BN]
+    return _Paths(index_BNL, is_above_BNL, seen)
 
 
 def _score(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -290,7 +290,7 @@ def test_missing_data_a_second_trainer_and_uneven_ranks_are_user_errors(distille
         train.check_ranks(distilled, 3)
     cfg = fresh(distilled, tmp_path)
     folder_of(cfg).mkdir()
-    from jetspec_train.training.engine import Ranks
+    from jetspec_train.training.ranks import Ranks
 
     with train.only_trainer(folder_of(cfg), Ranks()), pytest.raises(UserError, match="Another process"):
         train.run(cfg)
@@ -300,7 +300,7 @@ def test_feature_cache_resumes_by_shard_and_knows_its_content(
     distilled: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from jetspec_train.training import feature_cache
-    from jetspec_train.training.engine import Ranks
+    from jetspec_train.training.ranks import Ranks
     from tests.tiny import tiny_target
 
     monkeypatch.setattr(feature_cache, "SHARD_BYTES", 100_000)

@@ -12,6 +12,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -268,9 +269,11 @@ class Decoder:
             tokens_BN[index, 0] = row.anchor
             tokens_BN[index, 1 : sizes[index]] = tree.tokens
         batch.clock.lap("host")
-        output = target.forward(
-            torch.from_numpy(tokens_BN), cache=batch.cache, mask=mask_of(trees, max(sizes)), taps=self._taps
-        )
+        stream = None if self.planner is None else self.planner.verification
+        with contextlib.nullcontext() if stream is None else stream.first():
+            output = target.forward(
+                torch.from_numpy(tokens_BN), cache=batch.cache, mask=mask_of(trees, max(sizes)), taps=self._taps
+            )
         self._features_BNF = output.features_BNF
         hidden_MD = torch.cat([output.hidden_BND[index, :size] for index, size in enumerate(sizes)])
         choices_M = self._choose(batch, hidden_MD, trees, "target")

@@ -35,6 +35,7 @@ from jetspec_train.decoding.reuse import Reuse
 from jetspec_train.decoding.rows import Row
 from jetspec_train.decoding.scheduler import AdaptiveScheduler, UtilisationBound, first_nodes
 from jetspec_train.decoding.stats import Stopwatch
+from jetspec_train.decoding.streams import VerificationStream
 from jetspec_train.decoding.trace import TraceWriter
 from jetspec_train.decoding.tree import Tree
 from jetspec_train.decoding.utilisation import UtilisationMeter, parallel_units
@@ -69,6 +70,7 @@ class RoundPlanner:
         scheduler: None where it is off (and before the first batch, for which costs are measured).
         reads_target: whether the target's log-probabilities of each round are wanted (``read_target``).
         ratio: the ratio rule's rounds of this batch; None under the match rule.
+        verification: puts the target's forward first in line on an accelerator; None where that is not asked for.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class RoundPlanner:
         self.reads_target = tracing or settings.policy == TRUSTING
         self.rounds: list[RowRound] = []
         self._meter = UtilisationMeter(target.device) if settings.utilisation else None
+        self.verification = VerificationStream(target.device) if settings.utilisation else None
         self._requests = 0
         self._draft_settings = dataclasses.replace(settings, nodes=settings.candidates or settings.nodes)
         self._stream: Stream | None = None

@@ -36,7 +36,16 @@ def describe_settings(settings: DecodingConfig) -> str:
     if not settings.drafting:
         return "drafting off"
     depth = "" if settings.depth is None else f", at most {settings.depth} deep"
-    return f"{settings.shape} of {settings.nodes} drafted tokens per round{depth}"
+    controls = {
+        f"stages of {settings.stages}": settings.stages > 0,
+        f"pruned below {settings.prune:g}": settings.prune > 0,
+        "size by the scheduler": settings.scheduler,
+        "result cache": settings.cache,
+        f"policy {settings.policy}": settings.policy != "lossless",
+        f"{settings.rule} rule": settings.rule != "match",
+    }
+    asked = "".join(f", {name}" for name, on in controls.items() if on)
+    return f"{settings.shape} of {settings.nodes} drafted tokens per round{depth}{asked}"
 
 
 def check_contenders(evaluate: EvaluateConfig, decoding: DecodingConfig) -> None:

@@ -25,7 +25,7 @@ from jetspec_train.config_checks import check_decoding
 from jetspec_train.decoding.acceptance import walk, walk_trusting
 from jetspec_train.decoding.bookkeeping import RowRound, count_stages, note_rates, trace_record
 from jetspec_train.decoding.candidate_set import CandidateSet, prune, sending_order
-from jetspec_train.decoding.controller import TRUSTING, Stage, make_controller
+from jetspec_train.decoding.controller import TRUSTING, Stage, decoding_mode, make_controller
 from jetspec_train.decoding.cost_profile import profile_of
 from jetspec_train.decoding.drafting import BlockDrafter, Companions, ContinuingDrafter, Drafter
 from jetspec_train.decoding.judging import VerifierJudge, calibrated
@@ -126,8 +126,20 @@ class RoundPlanner:
     def start(self, cache: KVCache, clock: Stopwatch, sampling: SamplingConfig, seed: int, stream: Stream) -> None:
         """Begin a batch with the rows of ``cache``, after the drafter's own ``start``.
 
-        ``stream``: takes tokens that the target has not seen (``stream_unverified``).
+        ``stream``: takes tokens that the target has not seen (``stream_unverified``). Raises UserError for another kind
+        of sampling than the settings', where a certificate or the ratio rule hangs on it.
         """
+        asked, made_for = (
+            decoding_mode(dataclasses.replace(self.settings, sampling=sampling)),
+            decoding_mode(self.settings),
+        )
+        greedy = sampling.temperature == 0
+        if (self.settings.policy == TRUSTING and asked != made_for) or (self.settings.rule == "ratio" and greedy):
+            raise UserError(
+                f"This decoder was made for temperature {self.settings.sampling.temperature:g} and asked to answer at "
+                f"{sampling.temperature:g}: decoding.policy={self.settings.policy}, decoding.rule={self.settings.rule} "
+                "depend on it. Make a decoder with the other decoding.sampling."
+            )
         self._clock, self._requests = clock, self._requests + 1
         self._seconds = dict(clock.seconds)
         self._stream = stream if self.settings.stream_unverified else None

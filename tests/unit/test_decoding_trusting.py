@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetspec_train.artifacts.errors import UserError
 from jetspec_train.decoding.decoder import Decoder
 from jetspec_train.decoding.drafting import Companions
 from jetspec_train.decoding.stats import merge_stats
 from tests.round_tools import Liar, Tutored, calibration_for, tiny_verifier
 from tests.tiny import tiny_prompts, tiny_target
-from tests.unit.test_decoding_decoder import NEW, plain_by_row, settings_for
+from tests.unit.test_decoding_decoder import NEW, SAMPLED, plain_by_row, settings_for
 
 
 def trusting(target, drafter, floor: float, **changes) -> Decoder:
@@ -82,6 +83,13 @@ def test_streaming_waits_for_the_target_unless_told_not_to():
         stats = merge_stats([generation.stats for generation in generations])
         assert (stats.overruled_tokens > 0) == unverified
         assert ([generation.tokens for generation in generations] == plain) == (not unverified)
+
+
+def test_a_certificate_for_greedy_decoding_does_not_serve_sampling():
+    target = tiny_target("llama")
+    decoder = trusting(target, Tutored(target, [[]]), 0.0)
+    with pytest.raises(UserError, match=r"made for temperature 0 and asked to answer at 0\.8"):
+        decoder.generate(tiny_prompts(1), max_new_tokens=4, sampling=SAMPLED)
 
 
 def test_a_stage_that_ends_the_output_is_never_deferred():

@@ -123,7 +123,7 @@ class VerifierSettings:
     reject_weight: float = 1.0  # of the rejected class; above 1 distorts probabilities, which calibration then undoes
     siblings: int = 2  # alternatives to the first choice that are judged at each slot
     sibling_weight: float = 0.5  # of an alternative against a node of the greedy chain
-    blocks: int = 16  # blocks judged per packed sequence, at most (those of held-out samples first)
+    blocks: int = 12  # blocks judged per packed sequence, at most (those of held-out samples first)
     holdout: float = 0.2  # share of the training samples that the draft does not learn from: honest material
     seen_weight: float = 0.25  # of labels on samples that the draft does learn from, where there are held-out ones
     negatives: bool = True  # also learn from run_dir/negatives where that stage has finished

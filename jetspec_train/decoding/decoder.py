@@ -149,12 +149,14 @@ class Decoder:
         row_ids: Sequence[int] | None = None,
         stop: Sequence[str] | None = None,
         on_tokens: OnTokens | None = None,
+        domains: Sequence[str] | None = None,
     ) -> list[Generation]:
         """Answer all prompts together; each row advances at its own pace and leaves when it ends.
 
         What is not given is taken from the settings. ``row_ids`` name the rows' random draws (default 0, 1, ...): a
         row's output depends on (seed, row id, prompt) and not on its batch. ``on_tokens(index, tokens)`` is called
-        after each commit. An answer also ends where the target's context ends (finish_reason "length").
+        after each commit. ``domains`` name what the prompts are about, for ``monitor``. An answer also ends where the
+        target's context ends (finish_reason "length").
         Raises UserError for an empty prompt and for one that leaves no room in the target's context.
         """
         if self.planner is not None:
@@ -186,7 +188,8 @@ class Decoder:
             self._commit(batch, trees, choices)
         if self._drafting:
             for row in rows:
-                self.monitor.add(row.stats, shape=settings.shape)
+                domain = "" if domains is None else domains[row.index]
+                self.monitor.add(row.stats, shape=settings.shape, domain=domain)
         return [Generation(row.output, row.finish_reason or "length", row.stop_string, row.stats) for row in rows]
 
     @property

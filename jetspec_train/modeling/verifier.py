@@ -6,6 +6,9 @@
   and to the target context that the draft head uses too; never to siblings, so that a node's judgement does not depend
   on which other nodes were drafted.
 
+The correctness head starts as the draft's own probability of the token, which is hard to beat, and learns what to add
+to it: the scalars reach its logit directly, everything else through the network.
+
 It knows nothing of files, samplers or losses. Trainer and decoder build ``NodeInputs`` and call the same functions.
 Logits are of "accepted, given that the path before it was accepted"; ``survival`` multiplies them along the path.
 
@@ -31,6 +34,9 @@ from jetspec_train.modeling.rotary import Rotary
 from jetspec_train.modeling.verifier_config import SCALARS, VerifierConfig
 
 __all__ = ["SCALARS", "NodeInputs", "Verifier", "VerifierConfig", "ancestors_of", "node_scalars", "survival"]
+
+
+LOGIT_SCALE = 2.0  # the scalar "logit" is the draft's log-odds divided by it
 
 
 @dataclass(frozen=True)
@@ -163,20 +169,24 @@ class Verifier(nn.Module):
         self.mlp = None if config.layers else _MLP(config)
         self.norm = RMSNorm(w, config.rms_norm_eps)
         self.score = nn.Linear(w, 1)
+        self.scalar_score = nn.Linear(scalars, 1, bias=False)
         self.rotary = Rotary(config.rope, head_dim=config.head_dim, max_positions=config.max_positions)
         self.initialise()
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Unit-variance matrices, small layers, and two heads that start by saying one half to everything."""
+        """Unit-variance matrices, small layers; confidence starts as one half, correctness as the draft's own
+        probability."""
         small = (2 * max(1, self.config.layers)) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 scale = small if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 nn.init.normal_(weight, std=scale * weight.shape[-1] ** -0.5)
-        for head in (self.confidence_head.proj, self.score):
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
+        for head in (self.confidence_head.proj, self.score, self.scalar_score):
+            for weight in head.parameters():
+                nn.init.zeros_(weight)
+        if "logit" in self.config.scalars:
+            self.scalar_score.weight[0, self.config.scalars.index("logit")] = LOGIT_SCALE
 
     @property
     def trainable_parameters(self) -> int:
@@ -232,7 +242,7 @@ class Verifier(nn.Module):
             cos, sin = self.rotary(take(nodes.positions_BM))
             for layer, columns in zip(self.layers, context, strict=True):
                 x_BNw = layer(x_BNw, path, cos, sin, columns)
-        logits_BN = _score(self.norm(x_BNw), self.score)
+        logits_BN = _score(self.norm(x_BNw), self.score) + _score(take(nodes.scalars_BMs), self.scalar_score)
         if valid is not None:
             logits_BN = logits_BN * take(exists_BP.view(B, A, M))
             return logits_BN.new_zeros(B, A * M).scatter(1, place_BN, logits_BN).view(shape)
@@ -270,8 +280,9 @@ def _paths(ancestors_BAMM: Tensor, exists_BN: Tensor, place_BN: Tensor, context_
 def _score(x: Tensor, layer: nn.Linear) -> Tensor:
     """A logit in at least fp32, whatever the weights are served in: bf16 would round 0.97 and 0.98 together."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    bias = None if layer.bias is None else layer.bias.to(wide)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(wide), layer.weight.to(wide), layer.bias.to(wide)).squeeze(-1)
+        return F.linear(x.to(wide), layer.weight.to(wide), bias).squeeze(-1)
 
 
 def node_scalars(
@@ -292,8 +303,10 @@ def node_scalars(
     ``entropy``: nats, of the slot's distribution without the parent term. ``depth``: 0 for a child of the anchor.
     """
     wide = torch.promote_types(logprob.dtype, torch.float32)
-    # Scales that bring each near unit size; the lower bounds keep a hopeless node from shouting.
+    certain = logprob.to(wide).clamp(-12.0, -6e-6)  # the draft's probability as a logit between -12 and 12
+    # Scales that bring each near unit size; the bounds keep a hopeless node from shouting.
     made: dict[str, Tensor] = {
+        "logit": (certain - torch.log(-torch.expm1(certain))) / LOGIT_SCALE,
         "logprob": logprob.to(wide).clamp(-20.0, 0.0) / 2.0,
         "path_logprob": path_logprob.to(wide).clamp(-40.0, 0.0) / 4.0,
         "margin": margin.to(wide).clamp(0.0, 20.0) / 2.0,

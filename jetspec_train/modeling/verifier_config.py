@@ -13,7 +13,7 @@ from jetspec_train.config import VerifierSettings
 from jetspec_train.modeling.draft_config import DraftHeadConfig
 
 # What the correctness head is told about a node as plain numbers; verifier.node_scalars makes them.
-SCALARS = ("logprob", "path_logprob", "margin", "rank", "entropy", "depth")
+SCALARS = ("logit", "logprob", "path_logprob", "margin", "rank", "entropy", "depth")
 # The acceptance rules whose outcome the heads predict (METHODS 4 and 7).
 MODES = ("match_greedy", "match_sampled", "ratio")
 _WIDTH_STEP = 32  # the MLP width is a multiple of it
@@ -89,7 +89,7 @@ def parameter_count(config: VerifierConfig) -> int:
     )
     confidence = config.draft_hidden_size + config.parent_rank + 1
     body = config.layers * (attention + mlp) if config.layers else mlp
-    return confidence + config.target_hidden_size + inputs * d + body + d + (d + 1)
+    return confidence + config.target_hidden_size + inputs * d + body + d + (d + 1) + len(config.scalars)
 
 
 def resolve_verifier_config(

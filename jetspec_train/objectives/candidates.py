@@ -265,8 +265,8 @@ def _judge(rows: _Rows, rule: Rule) -> dict[str, Tensor]:
     logits_mV = plain_mV if rows.bias is None else plain_mV + rows.bias
     if rule.mode == "ratio":
         logits_mV = rule.logprobs(logits_mV)
-    total_m1 = torch.logsumexp(logits_mV, dim=-1, keepdim=True)
     best_mS, top_mS = largest(logits_mV, max(2, rule.width))
+    total_m1, parent_entropy_m = _log_sum(logits_mV, with_entropy=rule.baselines)
     if rows.given is not None:
         tokens_mS = rows.given.unsqueeze(-1)
     elif rule.mode == "ratio":
@@ -286,8 +286,8 @@ def _judge(rows: _Rows, rule: Rule) -> dict[str, Tensor]:
         "logprobs_BAKS": (value_mS - total_m1).clamp(min=-1e4),
         "margins_BAKS": (best_mS[:, :1] - value_mS).clamp(max=1e4),
         "ranks_BAKS": rank_mS.clamp(max=3),
-        "entropies_BAK": _entropy(plain_mV),
-        "parent_entropies_BAK": _entropy(logits_mV) if rule.baselines else total_m1.new_zeros(len(total_m1)),
+        "entropies_BAK": _log_sum(plain_mV, with_entropy=True)[1],
+        "parent_entropies_BAK": parent_entropy_m,
         "leads_BAK": (best_mS[:, 0] - best_mS[:, 1]).clamp(max=1e4),
     }
     return made | _accept(rows, rule, logits_mV - total_m1 if rule.mode == "ratio" else logits_mV, tokens_mS)
@@ -340,12 +340,16 @@ def _accept(rows: _Rows, rule: Rule, draft_mV: Tensor, tokens_mS: Tensor) -> dic
     }
 
 
-def _entropy(logits_mV: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats, [m]: log-sum-exp minus the mean logit."""
+def _log_sum(logits_mV: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp [m, 1] and, if asked for, the entropy of softmax(logits) [m], nats: log-sum-exp minus mean logit."""
     p_mV = torch.softmax(logits_mV, dim=-1)
-    peak_m1 = logits_mV.amax(dim=-1, keepdim=True)
-    log_sum_m = (peak_m1 - p_mV.amax(dim=-1, keepdim=True).log()).squeeze(-1)
-    return log_sum_m - torch.linalg.vecdot(p_mV, logits_mV.clamp(min=-1e4))
+    log_sum_m1 = logits_mV.amax(dim=-1, keepdim=True) - p_mV.amax(dim=-1, keepdim=True).log()
+    if not with_entropy:
+        return log_sum_m1, log_sum_m1.new_zeros(len(log_sum_m1))
+    mean_m = torch.linalg.vecdot(p_mV, logits_mV)
+    if not bool(mean_m.isfinite().all()):  # a filtered token: zero times minus infinity
+        mean_m = torch.linalg.vecdot(p_mV, logits_mV.clamp(min=-1e4))
+    return log_sum_m1, log_sum_m1.squeeze(-1) - mean_m
 
 
 def _nothing(blocks: int, slots: int, width: int, like: Tensor) -> dict[str, Tensor]:

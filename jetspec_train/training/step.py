@@ -262,6 +262,9 @@ class DraftStep(nn.Module):
                 )
                 parts.append(judged.loss)
                 metrics = add_fractions(metrics, judged.metrics, "verifier/")
+                if not self.train_draft:
+                    weight = judging.weights_BCK.double().sum()
+                    metrics["loss"] = (judged.loss.detach().double() * judging.total_weight, weight)
         return StepOutput(sum(parts[1:], start=parts[0]), metrics)
 
 

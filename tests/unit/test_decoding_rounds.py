@@ -242,7 +242,8 @@ def test_the_monitor_watches_every_answer():
     drafter = BlockDrafter(random_head(target), target)
     decoder = Decoder(target, drafter, settings_for("tree"))
     for _ in range(3):
-        decoder.generate(prompts, max_new_tokens=NEW)
+        decoder.generate(prompts, max_new_tokens=NEW, domains=["maths", "chat"])
+    assert set(decoder.monitor.values()["tree"]) == {"", "maths", "chat"}
     values = decoder.monitor.values()["tree"][""]
     assert values["pass_rate"] < 0.5 and values["wasted"] > 0.5
     assert any("below 85%" in warning for warning in decoder.monitor.warnings())

@@ -55,7 +55,7 @@ def tree_inputs(parents: list[list[int]], seed: int = 0, rank: int = RANK) -> No
         hidden_BMd=random(B, M, WIDTH, seed=seed + 1),
         parent_state_BMr=random(B, M, rank, seed=seed + 2),
         token_embeds_BME=random(B, M, WIDTH, seed=seed + 3),
-        scalars_BMs=random(B, M, 6, seed=seed + 4),
+        scalars_BMs=random(B, M, 7, seed=seed + 4),
         ancestors_BMM=ancestors,
         positions_BM=20 + ancestors.sum(-1),
     )
@@ -196,6 +196,19 @@ def test_detached_gradients_stop_before_the_draft_and_others_do_not() -> None:
         assert all(weight.grad is not None and weight.grad.any() for weight in module.parameters())
 
 
+def test_a_fresh_verifier_says_what_the_draft_says() -> None:
+    config = verifier_config()
+    fresh = Verifier(config).double()
+    probability = torch.tensor([[0.9, 0.5, 1e-3, 0.999, 0.2, 0.7]], dtype=torch.float64)
+    other = torch.zeros_like(probability)
+    scalars = node_scalars(
+        config, logprob=probability.log(), path_logprob=other, margin=other, rank=other, entropy=other, depth=other
+    )
+    logits = judge(fresh, replace(tree_inputs([TREE]), scalars_BMs=scalars))
+    torch.testing.assert_close(torch.sigmoid(logits), probability)
+    assert not fresh.confidence(random(1, 1, 5, WIDTH), random(1, 1, 5, RANK)).any()
+
+
 def test_survival_is_the_product_of_calibrated_probabilities_along_the_path() -> None:
     logits = random(1, 6, seed=4) * 3
     temperatures = torch.tensor([2.0, 0.5])
@@ -220,7 +233,7 @@ def test_scalars_are_finite_for_hopeless_and_certain_nodes() -> None:
         entropy=torch.tensor([0.0, 11.0, 2.0]),
         depth=torch.arange(3),
     )
-    assert made.shape == (3, 6) and made.isfinite().all() and made.abs().max() <= 10.0
+    assert made.shape == (3, 7) and made.isfinite().all() and made.abs().max() <= 10.0
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])

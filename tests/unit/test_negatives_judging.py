@@ -13,6 +13,7 @@ from jetspec_train.data.negatives.candidates import Candidate
 from jetspec_train.data.negatives.judging import Judgement, judge, read_group
 from jetspec_train.data.negatives.replay import replay_rounds
 from jetspec_train.data.negatives.rows import difficulty_of
+from jetspec_train.data.negatives.work import near_miss_place
 from jetspec_train.decoding.decoder import Decoder
 from jetspec_train.decoding.drafting import BlockDrafter
 from jetspec_train.decoding.stubs import EchoDrafter, RandomDrafter
@@ -145,3 +146,15 @@ def test_a_judged_group_does_not_depend_on_its_company():
             a, b = dataclasses.asdict(one), dataclasses.asdict(other)
             assert [a[name] for name in exact] == [b[name] for name in exact]
             assert all(a[name] == pytest.approx(b[name], abs=1e-3) for name in noisy)
+
+
+def test_near_misses_of_every_difficulty_are_as_likely_where_the_text_has_them():
+    random = np.random.default_rng(0)
+    ranks = np.log([[0.5, 0.3, 0.1, 0.05, 0.01], [0.9, 0.01, 0.005, 0.001, 0.0001]])
+    drawn = [near_miss_place(ranks, random) for _ in range(900)]
+    found = [difficulty_of(float(ranks[place, 0] - ranks[place, rank - 1])) for place, rank in drawn]
+    assert all(2 <= rank <= 5 for _, rank in drawn)
+    assert all(found.count(name) == pytest.approx(300, abs=60) for name in ("hard", "medium", "easy"))
+    # nothing but easy places: the hardest of them, or any where an easy one was wanted
+    easy = np.log([[0.99, 1e-3, 1e-4, 1e-5, 1e-6], [0.9, 0.01, 1e-3, 1e-4, 1e-5]])
+    assert [near_miss_place(easy, random) for _ in range(60)].count((1, 2)) > 30

@@ -188,13 +188,8 @@ class GroupWork:
         tokens, logprobs = top_choices(self.target, group.hidden_BTD[rows.tolist(), before.tolist()], max(RANKS))
         shape = (len(drawn), PLACES_LOOKED_AT, max(RANKS))
         for (row, attempt, random, places), best, scores in zip(drawn, tokens.reshape(shape), logprobs.reshape(shape)):
-            rank = int(random.choice(RANKS))
-            wanted = str(random.choice(list(DIFFICULTIES)))
-            margins = scores[:, 0] - scores[:, rank - 1]
-            fitting = [i for i, margin in enumerate(margins) if difficulty_of(float(margin)) == wanted]
-            chosen = fitting[0] if fitting else 0
-            place = int(places[chosen])
-            edit = Edit(place, [int(best[chosen, rank - 1])], place + 1, f"choice {rank}")
+            place, rank = near_miss_place(scores, random)
+            edit = Edit(int(places[place]), [int(best[place, rank - 1])], int(places[place]) + 1, f"choice {rank}")
             self._place(row, attempt, edit, random)
 
     def _synthetic(self) -> None:
@@ -246,3 +241,20 @@ class GroupWork:
                 elif item.anchor + 1 + len(item.tokens) > self.target.max_positions:
                     of_unit[attempt] = "context_full"
                 seen.add(key)
+
+
+def near_miss_place(logprobs: np.ndarray, random: np.random.Generator) -> tuple[int, int]:
+    """(place, rank) of a near miss whose difficulty is drawn first, each as likely; the closest to it if there is none.
+
+    ``logprobs`` [places, ranks]: of the target's choices, best first.
+    """
+    wanted = str(random.choice(list(DIFFICULTIES)))
+    margins = logprobs[:, :1] - logprobs[:, [rank - 1 for rank in RANKS]]
+    fitting = [(int(p), int(r)) for p, r in np.ndindex(*margins.shape) if difficulty_of(float(margins[p, r])) == wanted]
+    if fitting:
+        place, index = fitting[int(random.integers(len(fitting)))]
+    else:  # the hardest if all are easier than what was wanted, else the easiest
+        all_easier = difficulty_of(float(margins.min())) == "easy" or wanted == "hard"
+        extreme = margins.argmin() if all_easier else margins.argmax()
+        place, index = (int(i) for i in np.unravel_index(extreme, margins.shape))
+    return place, RANKS[index]

@@ -24,6 +24,7 @@ from jetspec_train.decoding.shortlist import ParentTerm, make_shortlist
 from jetspec_train.decoding.stats import Stopwatch
 from jetspec_train.decoding.tree import Tree, build_chain, build_paths, build_tree, chain_of, empty_tree
 from jetspec_train.modeling.draft_head import MASK_SLOT, DraftHead
+from jetspec_train.targets.packing import pack_linears
 from jetspec_train.targets.target import Target
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class BlockDrafter:
     Raises UserError if the head does not fit the target's sizes.
 
     Attributes:
+        parameters: how many weights the head has.
         keep_states, keep_attention: fill ``states`` with each proposal (off: nothing is computed for it).
         states: the forward behind the last proposal.
         listener: called with (fused context [1, M, d], positions [1, M], tokens per row) of what was observed.
@@ -196,7 +198,9 @@ class BlockDrafter:
         self.states: DraftStates | None = None
         self.listener: Callable[[torch.Tensor, torch.Tensor, list[int]], None] | None = None
         self._target = target
+        self.parameters = sum(p.numel() for p in self.head.parameters())
         self._term = _parent_term(head)
+        pack_linears(self.head, but=[self.head.markov_head])
         self._context = DraftContext(config.layers, 0, 1)
         self._clock: Stopwatch | None = None
 

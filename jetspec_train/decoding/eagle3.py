@@ -20,6 +20,7 @@ from jetspec_train.decoding.drafting import Companions, DraftContext, check_fits
 from jetspec_train.decoding.stats import Stopwatch
 from jetspec_train.decoding.tree import Tree, empty_tree
 from jetspec_train.modeling.eagle3 import Eagle3Head
+from jetspec_train.targets.packing import pack_linears
 from jetspec_train.targets.target import Target
 
 DEFAULT_DEPTH = 7  # the steps of the paper's training; settings.depth overrides
@@ -36,6 +37,7 @@ class Eagle3Drafter:
     def __init__(self, head: Eagle3Head, target: Target) -> None:
         check_fits(head.config, target)
         self.head = copy.deepcopy(head).requires_grad_(False).eval().to(device=target.device, dtype=target.dtype)
+        pack_linears(self.head)
         self.config = head.config
         self.taps: tuple[int, ...] = tuple(head.config.target_layer_ids)
         self._target = target

@@ -21,6 +21,7 @@ from jetspec_train.decoding.calibration import Calibration
 from jetspec_train.decoding.drafting import BlockDrafter, DraftContext
 from jetspec_train.decoding.tree import Tree
 from jetspec_train.modeling.verifier import NodeInputs, Verifier, ancestors_of, node_scalars
+from jetspec_train.targets.packing import pack_linears
 from jetspec_train.targets.target import Target
 
 
@@ -61,6 +62,9 @@ class VerifierJudge:
     ) -> None:
         self.verifier = (
             copy.deepcopy(verifier).requires_grad_(False).eval().to(device=target.device, dtype=target.dtype)
+        )
+        pack_linears(
+            self.verifier, but=[self.verifier.confidence_head, self.verifier.score, self.verifier.scalar_score]
         )
         self.confidences = confidences
         self._drafter, self._target = drafter, target

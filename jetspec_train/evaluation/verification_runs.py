@@ -73,7 +73,7 @@ def record_verification(
             "threshold_certified": bool(calibration is not None and calibration.threshold.certified),
             "best_without_stages": name,
             "verifier_parameters": sum(p.numel() for p in verifier.parameters()),
-            "draft_parameters": sum(p.numel() for p in drafter.head.parameters()),
+            "draft_parameters": drafter.parameters,
             "target_parameters": target.parameters,
         }
     ]

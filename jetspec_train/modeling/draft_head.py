@@ -27,6 +27,7 @@ from jetspec_train.modeling.attention import block_attention, block_attention_we
 from jetspec_train.modeling.blocks import MASK_SLOT
 from jetspec_train.modeling.draft_config import DraftHeadConfig
 from jetspec_train.modeling.rotary import Rotary
+from jetspec_train.targets.packing import PackedLinear
 
 __all__ = ["MASK_SLOT", "DraftHead", "DraftHeadConfig", "LayerContext", "RMSNorm"]
 
@@ -47,10 +48,10 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+def linear(x: Tensor, layer: nn.Linear | PackedLinear) -> Tensor:
     """``layer(x)`` in the layer's dtype, or in autocast's where that is on."""
     if not torch.is_autocast_enabled(x.device.type):
-        x = x.to(layer.weight.dtype)
+        x = x.to(layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype)
     return layer(x)
 
 

@@ -8,6 +8,7 @@ results. A packed layer has no ``weight`` any more: it can be used, not trained,
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch.nn.functional import linear
@@ -23,6 +24,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         # Not buffers: opaque tensors cannot be moved, cast or saved by module machinery.
         self._packed = (torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS),)
         self._bias = (None if bias is None else bias.detach(),)
@@ -47,12 +49,20 @@ def can_pack(weight: torch.Tensor) -> bool:
         return False
 
 
-def pack_linears(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Linear]]:
-    """Replace every plain ``nn.Linear`` below ``module``; returns (parent, name, original) of each, for undoing."""
+def pack_linears(
+    module: torch.nn.Module, *, but: Iterable[torch.nn.Module | None] = ()
+) -> list[tuple[torch.nn.Module, str, torch.nn.Linear]]:
+    """Replace every plain ``nn.Linear`` below ``module``; returns (parent, name, original) of each, for undoing.
+
+    ``but``: parts that stay as they are, because their weights are read directly.
+    """
     replaced = []
+    left_alone = {part for whole in but if whole is not None for part in whole.modules()}
     for parent in list(module.modules()):
+        if parent in left_alone:
+            continue
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and can_pack(child.weight):
+            if type(child) is torch.nn.Linear and child not in left_alone and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
                 replaced.append((parent, name, child))
     return replaced

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetspec_train.config import TargetConfig
+from jetspec_train.config import DecodingConfig, TargetConfig
+from jetspec_train.decoding.decoder import Decoder
+from jetspec_train.decoding.drafting import BlockDrafter
 from jetspec_train.targets.loading import load_target
 from jetspec_train.targets.packing import PackedLinear, can_pack, pack_linears, unpack_linears
+from tests.round_tools import random_head
 from tests.tiny import tiny_model, tiny_target_dir
 
 needs_packing = pytest.mark.skipif(
@@ -67,3 +70,20 @@ def test_packing_can_be_undone() -> None:
 def test_only_bfloat16_on_a_cpu_is_packed() -> None:
     assert not can_pack(torch.zeros(8, 8))
     assert not can_pack(torch.zeros(8, 8, dtype=torch.float16))
+
+
+@needs_packing
+def test_a_draft_is_packed_for_decoding_and_drafts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(TargetConfig(name=str(tiny_target_dir("llama")), dtype="bfloat16", device="cpu"))
+    head = random_head(target)
+    settings = DecodingConfig(nodes=8, max_new_tokens=24)
+    drafter = BlockDrafter(head, target)
+    packed = {name for name, module in drafter.head.named_modules() if isinstance(module, PackedLinear)}
+    assert "fc" in packed and "layers.0.mlp.up_proj" in packed
+    assert not any(name.startswith("markov_head") for name in packed)
+    assert drafter.parameters == sum(parameter.numel() for parameter in head.parameters())
+    ours = Decoder(target, drafter, settings).generate([[5, 6, 7]])[0]
+    monkeypatch.setattr("jetspec_train.targets.packing.can_pack", lambda weight: False)
+    plain = Decoder(target, BlockDrafter(head, target), settings).generate([[5, 6, 7]])[0]
+    assert ours.tokens == plain.tokens
+    assert ours.stats.accepted_by_depth == plain.stats.accepted_by_depth

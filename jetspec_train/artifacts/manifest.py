@@ -157,13 +157,17 @@ def check_identity(stage_dir: PathLike, stored: Mapping[str, Any], wanted: Mappi
     For use before a manifest exists too: a stage that resumes keeps its identity beside its
     partial output and compares it here.
     """
-    differing = differing_keys(stored, wanted)
-    if differing:
-        listed = "; ".join(f"{key}: {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
+    if listed := _differences(stored, wanted):
         raise UserError(
             f"{stage_dir} belongs to another configuration of stage={stage} ({listed}). "
             "Choose another run_dir=..., or ask for the settings of that run."
         )
+
+
+def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The keys that differ, with both values, as one line; empty where none does."""
+    differing = differing_keys(stored, wanted)
+    return "; ".join(f"{key}: {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
 
 
 def is_current(stage_dir: PathLike, identity: Mapping[str, Any]) -> bool:
@@ -178,3 +182,21 @@ def is_current(stage_dir: PathLike, identity: Mapping[str, Any]) -> bool:
     check_identity(stage_dir, manifest.identity, identity, manifest.stage)
     verify_outputs(stage_dir, manifest, hashes=False)
     return True
+
+
+def is_current_or_replaced(stage_dir: PathLike, identity: Mapping[str, Any], doing: str) -> bool:
+    """``is_current`` for a stage whose work is quickly done again: another identity is a reason to do so, not an error.
+
+    Prints what differs after ``doing`` ("evaluate: measuring again") and removes the manifest first, so that no half of
+    old and new output is ever trusted.
+    """
+    manifest = read_manifest(stage_dir)
+    if manifest is None:
+        return False
+    listed = _differences(manifest.identity, identity)
+    if not listed:
+        verify_outputs(stage_dir, manifest, hashes=False)
+        return True
+    print(f"{doing}, replacing what is in {stage_dir} ({listed})")
+    (Path(stage_dir) / MANIFEST).unlink()
+    return False

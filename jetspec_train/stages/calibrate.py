@@ -15,13 +15,13 @@ Each batch is kept as it is done, so that a kill costs one batch. Without a veri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import atomic_json, atomic_write, make_folder, readable_seconds, sha256_file
-from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_manifest, verify_outputs, write_manifest
+from jetspec_train.artifacts.manifest import is_current_or_replaced, write_manifest
 from jetspec_train.config import Config
 from jetspec_train.stages.calibration_inputs import CERTIFY, FIT
 
@@ -75,7 +75,7 @@ def run(cfg: Config) -> None:
         print(f"calibrate: {checkpoint.name} holds no verifier, nothing to calibrate")
         return
     identity = identity_of(cfg, sha256_file(checkpoint / "manifest.json"), load_recipe(cfg.recipe).hash())
-    if _is_current(folder, identity):
+    if is_current_or_replaced(folder, identity, "calibrate: calibrating again"):
         print(f"calibrate: {folder} is up to date, nothing to do")
         return
     _Work(cfg, folder, checkpoint, identity).run()
@@ -94,21 +94,6 @@ def identity_of(cfg: Config, checkpoint: str, recipe: str) -> dict[str, Any]:
         "calibrate": dataclasses.asdict(cfg.calibrate),
         "max_prompt_tokens": cfg.distill.max_prompt_tokens,
     }
-
-
-def _is_current(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """A newer checkpoint or other settings are a reason to calibrate again; the manifest goes first."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    differing = differing_keys(manifest.identity, identity)
-    if not differing:
-        verify_outputs(folder, manifest, hashes=False)
-        return True
-    listed = "; ".join(f"{key}: {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
-    print(f"calibrate: calibrating again, replacing what is in {folder} ({listed})")
-    (folder / MANIFEST).unlink()
-    return False
 
 
 class _Work:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jetspec_train.artifacts.bundle import Bundle, read_bundle, read_meta
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import sha256_file
-from jetspec_train.artifacts.manifest import MANIFEST, differing_keys, read_manifest, verify_outputs, write_manifest
+from jetspec_train.artifacts.manifest import is_current_or_replaced, read_manifest, write_manifest
 from jetspec_train.artifacts.provenance import git_revision, package_versions
 from jetspec_train.config import Config
 
@@ -37,7 +37,7 @@ def run(cfg: Config) -> None:
     bundle_path = find_bundle(cfg)
     check_contenders(cfg.evaluate, cfg.decoding)
     identity = run_identity(cfg, bundle_path)
-    if up_to_date(folder, identity):
+    if is_current_or_replaced(folder, identity, "evaluate: measuring again"):
         print(f"evaluate: {folder} is up to date, nothing to do")
         print_summary(load_report(folder / REPORT), folder)
         return
@@ -54,22 +54,6 @@ def run(cfg: Config) -> None:
     )
     track(cfg, folder, report)
     print_summary(report, folder)
-
-
-def up_to_date(folder: Path, identity: dict[str, Any]) -> bool:
-    """Whether this was measured already. A newer bundle or other settings are a reason to measure again, not an
-    error as in stages whose work takes hours; the manifest goes first, so that no half of it is ever trusted."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    differing = differing_keys(manifest.identity, identity)
-    if not differing:
-        verify_outputs(folder, manifest, hashes=False)
-        return True
-    listed = "; ".join(f"{key}: {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
-    print(f"evaluate: measuring again, replacing the report in {folder} ({listed})")
-    (folder / MANIFEST).unlink()
-    return False
 
 
 def plan(cfg: Config) -> dict[str, Any]:

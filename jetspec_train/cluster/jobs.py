@@ -1,9 +1,9 @@
 """Submitting a chain of jobs, and what has become of them.
 
 Each stage is one job (distill: an array and a job that merges it) that starts when the one before has succeeded
-(``afterok``). A job whose predecessor failed never starts: Slurm drops it (``--kill-on-invalid-dep``). The scripts are
-submitted with plain ``sbatch`` from ``run_dir/slurm/``, so that what ran is what lies there, and can be submitted
-again by hand.
+(``afterok``). A job whose predecessor failed never starts: Slurm drops it (``--kill-on-invalid-dep``). The scripts lie
+in ``run_dir/slurm/`` and are submitted from there through submitit, so that what ran can be submitted again by hand,
+with ``sbatch``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import append_jsonl, atomic_write, make_folder, read_jsonl
 from jetspec_train.cluster.scripts import GATHER, batch_script, interpreter
+from jetspec_train.cluster.submission import ScriptExecutor, conditions
 from jetspec_train.cluster.words import words_of
 from jetspec_train.config import Config
 
@@ -77,8 +78,10 @@ def submit_chain(cfg: Config) -> list[dict[str, Any]]:
     Raises UserError without sbatch, while jobs of this run are still queued or running, and when Slurm refuses a job
     (those already submitted are then cancelled).
     """
-    if shutil.which("sbatch") is None:
-        raise UserError("cluster=slurm: there is no sbatch on this machine. Run this on the cluster's login node.")
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise UserError(
+            "cluster=slurm: there is no sbatch (or no srun) on this machine. Run this on the cluster's login node."
+        )
     here = Path(cfg.run_dir) / "slurm"
     alive = [record for record in read_jobs(cfg.run_dir) if states([str(record["id"])])]
     if alive:
@@ -88,11 +91,12 @@ def submit_chain(cfg: Config) -> list[dict[str, Any]]:
             f"them first: scancel {' '.join(str(record['id']) for record in alive)}"
         )
     scripts = write_scripts(cfg, Path.cwd())
+    executor = ScriptExecutor(make_folder(here / "submitted"))
     records: list[dict[str, Any]] = []
     for job, script in scripts.items():
         after = records[-1]["id"] if records else None
         try:
-            number = _sbatch(script, after)
+            number = _submit(executor, script, after)
         except UserError:
             for record in records:
                 subprocess.run(["scancel", record["id"]], capture_output=True)
@@ -102,17 +106,18 @@ def submit_chain(cfg: Config) -> list[dict[str, Any]]:
     return records
 
 
-def _sbatch(script: Path, after: str | None) -> str:
+def _submit(executor: ScriptExecutor, script: Path, after: str | None) -> str:
     """Submit one script; returns the job's number."""
-    waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
-    command = ["sbatch", "--parsable", *waits, str(script)]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode:
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        return executor.submit_script(script, after)
+    except (FailedJobError, FailedSubmissionError) as error:
+        command = shlex.join(["sbatch", *conditions(after), str(script)])
         raise UserError(
-            f"Slurm refused {script} ({answer.stderr.strip().removeprefix('sbatch: error: ')}). Check the cluster.* "
-            f"settings; the command was: {shlex.join(command)}"
-        )
-    return answer.stdout.strip().split(";")[0]
+            f"Slurm refused {script} ({str(error).strip().removeprefix('sbatch: error: ')}). Check the cluster.* "
+            f"settings; the command was: {command}"
+        ) from error
 
 
 def read_jobs(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ def write_general_scripts(folder: str) -> None:
     """Write ``slurm/*.sbatch`` (one GPU; site settings are edited there or given to sbatch)."""
     from jetspec_train.artifacts.files import atomic_write
 
-    for job in ("distill", GATHER, "train", "calibrate", "export", "evaluate"):
+    for job in ("distill", GATHER, "negatives", "train", "calibrate", "export", "evaluate"):
         atomic_write(f"{folder}/{job}.sbatch", batch_script(job, ClusterConfig(gpus=1)))
 
 

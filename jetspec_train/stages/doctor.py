@@ -151,9 +151,16 @@ def _slurm(cfg: Config) -> Finding:
     job = os.environ.get("SLURM_JOB_ID")
     if job:
         return Finding("Slurm", OK, f"inside job {job}, task {os.environ.get('SLURM_PROCID', '0')}")
+    wanted = cfg.cluster.name == "slurm"
+    if wanted and cfg.cluster.offline:
+        from jetspec_train.stages.pipeline import require_fetched
+
+        try:
+            require_fetched(cfg)
+        except UserError as error:
+            return Finding("Slurm", PROBLEM, str(error))
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        wanted = cfg.cluster.name == "slurm"
         return Finding("Slurm", PROBLEM if wanted else OK, "no sbatch on this machine" + (" (cluster=slurm)" * wanted))
     try:
         answer = subprocess.run(["sinfo", "-h", "-o", "%P %a %D"], capture_output=True, text=True, timeout=10)

@@ -41,7 +41,7 @@ def test_a_changed_configuration_changes_the_words() -> None:
     assert words_of(other) == ["preset=tiny", "train.learning_rate=0.25"]
 
 
-@pytest.mark.parametrize("job", ["distill", GATHER, "train", "calibrate", "export", "evaluate"])
+@pytest.mark.parametrize("job", ["distill", GATHER, "negatives", "train", "calibrate", "export", "evaluate"])
 def test_the_general_scripts_are_those_of_the_writer_and_valid_shell(job: str, tmp_path: Path) -> None:
     path = ROOT / "slurm" / f"{job}.sbatch"
     expected = batch_script(job, ClusterConfig(gpus=1), words=None)
@@ -169,6 +169,43 @@ def test_no_sbatch_and_a_second_submission_are_user_errors(tmp_path: Path, monke
     monkeypatch.setattr(jobs, "states", lambda numbers: {"12": ("RUNNING", "None")})
     with pytest.raises(UserError, match=r"still queued or running: train \(12\).*scancel 12"):
         jobs.submit_chain(cfg)
+
+
+def fake_slurm(folder: Path, refuse: str = "none") -> None:
+    """An sbatch that counts its calls from 41 and refuses the script of one job, and an scancel that notes whom."""
+    folder.mkdir()
+    for name, body in {
+        "sbatch": f'grep -q "job-name=jetspec-{refuse}$" "${{@: -1}}" && {{ echo "sbatch: error: no such" >&2; exit 1; }}'
+        f'\necho "$*" >> {folder}/asked; echo "Submitted batch job $((40 + $(wc -l < {folder}/asked)))"',
+        "srun": "exit 1",
+        "squeue": "exit 0",
+        "scancel": f'echo "$@" >> {folder}/cancelled',
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
+def test_a_chain_is_submitted_job_after_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    cfg = load_config(["preset=tiny", "cluster=slurm", f"run_dir={tmp_path / 'r'}", "pipeline=[train,export]"])
+    records = jobs.submit_chain(cfg)
+    assert [(r["job"], r["id"], r["after"]) for r in records] == [("train", "41", None), ("export", "42", "41")]
+    first, second = (tmp_path / "bin" / "asked").read_text().splitlines()
+    assert "dependency" not in first and second.startswith("--dependency=afterok:41 --kill-on-invalid-dep=yes ")
+    # What was handed to Slurm is the script that lies in the run directory.
+    handed = tmp_path / "r" / "slurm" / "submitted" / "42_submission.sh"
+    assert handed.read_text() == (tmp_path / "r" / "slurm" / "export.sh").read_text()
+    assert [record["id"] for record in jobs.read_jobs(cfg.run_dir)] == ["41", "42"]
+
+
+def test_a_refused_job_takes_the_submitted_ones_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(tmp_path / "bin", refuse="export")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    cfg = load_config(["preset=tiny", "cluster=slurm", f"run_dir={tmp_path / 'r'}", "pipeline=[train,export]"])
+    with pytest.raises(UserError, match=r"refused .*export.sh \(no such\).*sbatch --dependency=afterok:41"):
+        jobs.submit_chain(cfg)
+    assert (tmp_path / "bin" / "cancelled").read_text().split() == ["41"]
 
 
 def test_status_shows_states_requeues_and_the_last_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,16 @@ def test_what_the_configuration_needs_and_lacks_is_a_problem(monkeypatch):
         assert check(load_config()).state != doctor.PROBLEM
 
 
+def test_a_target_that_offline_nodes_would_miss_is_a_problem_with_its_command(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = ["cluster=slurm", "target.name=someone/absent-model"]
+    finding = doctor._slurm(load_config(words))
+    assert finding.state == doctor.PROBLEM and "hf download someone/absent-model" in finding.text
+    assert "hf download" not in doctor._slurm(load_config([*words, "cluster.offline=false"])).text
+
+
 def test_a_login_is_found_in_the_environment_or_a_netrc_file(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)

@@ -175,7 +175,7 @@ def fake_slurm(folder: Path, refuse: str = "none") -> None:
     """An sbatch that counts its calls from 41 and refuses the script of one job, and an scancel that notes whom."""
     folder.mkdir()
     for name, body in {
-        "sbatch": f'grep -q "job-name=jetspec-{refuse}$" "${{@: -1}}" && {{ echo "sbatch: error: no such" >&2; exit 1; }}'
+        "sbatch": f'grep -q "jetspec-{refuse}$" "${{@: -1}}" && {{ echo "sbatch: error: no such" >&2; exit 1; }}'
         f'\necho "$*" >> {folder}/asked; echo "Submitted batch job $((40 + $(wc -l < {folder}/asked)))"',
         "srun": "exit 1",
         "squeue": "exit 0",

@@ -303,6 +303,7 @@ class EvaluateConfig:
     bootstrap: int = 2000
     cost_context: int = 256  # cached tokens before the forwards of the cost curve; 0 leaves the curve out
     replay: int = 3  # prompts shown token by token in the report
+    run_code: bool = False  # run the model's code against a suite's tests, in a restricted process (recipes: scoring)
     verification: int = 4  # prompts per domain on which the verifier is judged, where there is one; 0: it is not
 
 

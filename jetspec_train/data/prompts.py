@@ -34,6 +34,7 @@ class Prompt:
     template: str | None = None  # procedural: which one made it
     later_turns: tuple[str, ...] = ()  # replayed after the target's own answers
     reference: str | None = None  # a known answer, for scoring only
+    scoring: str | None = None  # how an answer is compared with it
     row: int = 0  # where in the source
 
     @property
@@ -152,6 +153,7 @@ def _prompt_or_reject(
         template=conversation.template,
         later_turns=tuple(conversation.turns[1:]),
         reference=conversation.reference,
+        scoring=source.scoring,
         row=row,
     )
     return prompt, None
@@ -248,8 +250,16 @@ def conversation_of(source: Source, row: dict[str, Any]) -> _Conversation:
         raw = ["\n\n".join(value for value in values.values() if value)]
         shaped = [_shape(source.prompt or default, values)]
     domain = str(row[columns["domain"]]) if row.get(columns.get("domain", "")) is not None else source.domain or ""
-    reference = row.get(columns["answer"]) if "answer" in columns else None
-    return _Conversation(system or None, shaped, raw, domain, None if reference is None else str(reference))
+    return _Conversation(system or None, shaped, raw, domain, _reference(row, columns))
+
+
+def _reference(row: dict[str, Any], columns: dict[str, str]) -> str | None:
+    """The known answer; of code its tests: a text, a list of statements, or a ``check`` function and its subject."""
+    found = row.get(columns.get("answer", ""))
+    if found is None:
+        return None
+    text = "\n".join(str(line) for line in found) if isinstance(found, list) else str(found)
+    return f"{text}\n\ncheck({row[columns['entry_point']]})" if "entry_point" in columns else text
 
 
 def _shape(shape: str, values: dict[str, str]) -> str:

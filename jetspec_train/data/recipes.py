@@ -25,7 +25,8 @@ from jetspec_train.data.splits import DEFAULT_SHARES, SPLITS
 KINDS = ("procedural", "jsonl", "parquet", "hub")
 USES = ("all", "train", "report")
 CONTENT_ROLES = ("question", "instruction", "turns", "messages")  # a source has exactly one of them
-ROLES = (*CONTENT_ROLES, "input", "answer", "system", "domain")
+ROLES = (*CONTENT_ROLES, "input", "answer", "entry_point", "system", "domain")
+SCORINGS = ("gsm8k", "math", "code")  # how an answer is compared with the reference (evaluation.scoring)
 # {{name}} stands for the text {name}, {name} for a column; other braces, as in \boxed{}, for themselves.
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
@@ -44,6 +45,7 @@ class Source:
     prompt: str | None = None  # shape of a user turn, e.g. "{question}\nThink step by step."
     domain: str | None = None
     licence: str | None = None
+    scoring: str | None = None  # gsm8k | math | code: how stage=evaluate tells a right answer from a wrong one
     use: str = "all"  # all splits | train (never measured) | report (only measured)
     weight: float = 1.0  # how often this source is asked, relative to the others
     limit: int | None = None  # at most so many rows are read
@@ -73,7 +75,7 @@ class Recipe:
 
 def _source_identity(source: Source) -> dict[str, Any]:
     settings = dataclasses.asdict(source)
-    del settings["licence"]
+    del settings["licence"], settings["scoring"]
     if source.type in ("jsonl", "parquet") and source.path:
         # A moved file is the same data; a changed one is not.
         settings["path"] = [[f.name, f.stat().st_size] for f in local_files(source)]
@@ -253,6 +255,12 @@ def _checked_source(raw: dict[str, Any], path: Path, licence: str | None) -> Sou
     use = raw.get("use", "all")
     if use not in USES:
         raise UserError(f"{where}: use is {use!r}. Allowed: {', '.join(USES)}.")
+    scoring = raw.get("scoring")
+    if scoring is not None:
+        if scoring not in SCORINGS:
+            raise UserError(f"{where}: scoring is {scoring!r}. Allowed: {', '.join(SCORINGS)}.")
+        if "answer" not in (raw.get("columns") or {}):
+            raise UserError(f"{where}: scoring={scoring} needs columns.answer, the column of the right answers.")
     for key in ("limit", "max_turns", "count"):
         _positive(raw.get(key), f"{where}: {key}")
     weight = raw.get("weight", 1.0)
@@ -306,7 +314,11 @@ def _check_columns(columns: dict[str, str], prompt: str | None, where: str) -> N
             raise UserError(f"{where}: columns.{role} is {column!r}; it must be the name of a column.")
     if prompt is None:
         return
-    usable = {"turn"} if content[0] in ("turns", "messages") else (set(columns) - {"answer", "domain", "system"})
+    usable = (
+        {"turn"}
+        if content[0] in ("turns", "messages")
+        else (set(columns) - {"answer", "entry_point", "domain", "system"})
+    )
     used = {name for _, name in PLACEHOLDER.findall(prompt) if name}
     if used - usable or not used:
         raise UserError(

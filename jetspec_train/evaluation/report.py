@@ -18,6 +18,7 @@ from jetspec_train.artifacts.files import PathLike, append_jsonl, atomic_json, a
 from jetspec_train.evaluation.benchmark import PLAIN, SPECULATIVE, PromptRecord
 from jetspec_train.evaluation.identity import Comparison
 from jetspec_train.evaluation.measures import summarise
+from jetspec_train.evaluation.scoring import MEANINGFUL
 
 SCHEMA_VERSION = 1
 REPORT, PAGE, RECORDS, FIGURES = "report.json", "report.html", "records.jsonl", "figures"
@@ -46,6 +47,7 @@ def build_report(
     commands: Sequence[str],
     versions: Mapping[str, str],
     verification: Mapping[str, Any] | None = None,
+    tasks: Mapping[str, Mapping[str, Any]] | None = None,
     main: str = SPECULATIVE,
     draws: int = 2000,
     seed: int = 0,
@@ -55,7 +57,9 @@ def build_report(
     domains: dict[str, Any] = {}
     for name in dict.fromkeys(record.prompt.domain for record in records):
         figures = summarise([r for r in records if r.prompt.domain == name], main, curve, draws=draws, seed=seed)
-        domains[name] = {**figures, **_identity_counts(identity, timed_identity, name)}
+        task = (tasks or {}).get(name)
+        counts = _identity_counts(identity, timed_identity, name)
+        domains[name] = {**figures, **counts, "task": None if task is None else dict(task)}
     overall = {**summarise(records, main, curve, draws=draws, seed=seed)}
     overall.update(_identity_counts(identity, timed_identity, None))
     overall["lossless_fp32"] = identity.lossless if identity is not None else None
@@ -147,6 +151,7 @@ def verdict(report: Mapping[str, Any]) -> list[dict[str, str]]:
         state = "good" if ratio > 1.02 else "bad" if ratio < 0.98 else "unclear"
         lines.append(_line(state, f"Against {name} ({figures['speedup']:.2f}x plain decoding): {ratio:.2f}x as fast."))
     lines.extend(_line(*found) for found in verification_verdict(report["verification"]))
+    lines.extend(task_verdict(report))
     slower = [name for name, figures in report["domains"].items() if speed_word(figures["speedup_ci95"]) == "slower"]
     if slower:
         lines.append(_line("bad", f"Slower than plain decoding in: {', '.join(slower)}."))
@@ -186,6 +191,32 @@ def verification_verdict(found: Mapping[str, Any] | None) -> list[tuple[str, str
                 f"{100 * right:.1f} % of {found['screened_stages']} stages deferred by the {policy['policy']} policy "
                 f"(and {kept}) are the target's own; one-sided 95 % bound "
                 f"{100 * (found['screening_lower_bound'] or 0):.1f} %.",
+            )
+        )
+    return lines
+
+
+def task_verdict(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Whether the main contender's answers are as often right as plain decoding's, by domain."""
+    lines = []
+    for name, figures in report["domains"].items():
+        task = figures.get("task")
+        if task is None or report["main"] not in task["contenders"]:
+            continue
+        plain, main = task["contenders"][report["baseline"]], task["contenders"][report["main"]]
+        shares = f"{main['right']} of {main['scored']} answers right, plain decoding {plain['right']}"
+        if not task["meaningful"]:
+            text = "too few right answers of plain decoding for a comparison"
+            lines.append(_line("unclear", f"{name}: {shares}; {text} (below {100 * MEANINGFUL:.0f} %)."))
+            continue
+        real = main["p_value"] < 0.05
+        state = "bad" if real and main["lost"] > main["gained"] else "good"
+        found = "a real difference" if real else "no real difference"
+        lines.append(
+            _line(
+                state,
+                f"{name}: {shares}; {main['lost']} lost and {main['gained']} gained, {found} "
+                f"(exact McNemar test, p = {main['p_value']:.2f}).",
             )
         )
     return lines

@@ -28,6 +28,7 @@ from jetspec_train.evaluation.identity import Comparison, MarginJudge, check_ide
 from jetspec_train.evaluation.machine import OtherWork, describe_machine, peak_memory_bytes
 from jetspec_train.evaluation.replay import record_replay
 from jetspec_train.evaluation.report import build_report
+from jetspec_train.evaluation.scoring import score_records
 from jetspec_train.evaluation.suites import Suite, build_suite
 from jetspec_train.evaluation.verification import summarise_verification
 from jetspec_train.evaluation.verification_runs import has_verifier, record_verification
@@ -85,6 +86,7 @@ def evaluate_bundle(
     replay = record_replay(
         decoder_of(target, bundle, decoding), suite.prompts[: evaluate.replay], evaluate.max_new_tokens, decoding
     )
+    tasks = score_records(records, target.chat.decode, run_code=evaluate.run_code)
     lines: list[dict[str, Any]] = []
     if evaluate.verification and has_verifier(bundle):
         lines = record_verification(
@@ -114,6 +116,7 @@ def evaluate_bundle(
         peak_memory=peak_memory,
         replay=replay,
         verification=summarise_verification(lines, draws=evaluate.bootstrap, seed=seed),
+        tasks=tasks,
         skipped=suite.skipped,
         empty_domains=suite.empty_domains,
         contenders=descriptions,

@@ -6,6 +6,7 @@ slows down during the run slows every domain alike.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ class SuitePrompt:
     row: int
     tokens: list[int]
     text: str  # the last user turn, for people
+    reference: str | None = None  # the right answer, where it is known
+    scoring: str | None = None  # how an answer is compared with it
 
     @property
     def hash(self) -> str:
@@ -85,7 +88,17 @@ def build_suite(
             skipped.append({"id": str(candidate.id), "domain": domain, "prompt_tokens": len(tokens), "reason": reason})
             continue
         turns = [message["content"] for message in candidate.messages if message.get("role") == "user"]
-        group.append(SuitePrompt(str(candidate.id), domain, 0, tokens, turns[-1] if turns else ""))
+        group.append(
+            SuitePrompt(
+                str(candidate.id),
+                domain,
+                0,
+                tokens,
+                turns[-1] if turns else "",
+                getattr(candidate, "reference", None),
+                getattr(candidate, "scoring", None),
+            )
+        )
 
     missing = sorted((wanted or set()) - seen)
     if missing:
@@ -105,5 +118,5 @@ def build_suite(
             "The recipes give no prompt for the report split, so there is nothing to evaluate. "
             "Check recipe.name and evaluate.recipes, or raise recipe.prompts."
         )
-    numbered = [SuitePrompt(p.id, p.domain, row, p.tokens, p.text) for row, p in enumerate(prompts)]
+    numbered = [dataclasses.replace(p, row=row) for row, p in enumerate(prompts)]
     return Suite(numbered, skipped, sorted(name for name, group in groups.items() if not group))

@@ -104,6 +104,7 @@ def run_identity(cfg: Config, bundle_path: Path) -> dict[str, Any]:
         "bundle": sha256_file(bundle_path / "bundle.json"),
         "other_bundles": [sha256_file(Path(path) / "bundle.json") for path in cfg.evaluate.bundles if read_meta(path)],
         "recipes": [recipe.hash() for recipe in recipes_of(cfg)],
+        "scoring": [[source.scoring for source in recipe.sources] for recipe in recipes_of(cfg)],
         "target": dataclasses.asdict(cfg.target),
         "decoding": dataclasses.asdict(cfg.decoding),
         "evaluate": {k: v for k, v in dataclasses.asdict(cfg.evaluate).items() if k not in ("recipes", "bundles")},

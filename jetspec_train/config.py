@@ -302,6 +302,9 @@ class EvaluateConfig:
     fp32_prompts: int = 4  # prompts of the fp32 identity check, over all domains; at least one of each
     bootstrap: int = 2000
     cost_context: int = 256  # cached tokens before the forwards of the cost curve; 0 leaves the curve out
+    # speedup against one condition at a time: context | batch | budget | temperature; each takes minutes
+    curves: list[str] = field(default_factory=list)
+    curve_prompts: int = 4  # prompts of every point of a curve
     replay: int = 3  # prompts shown token by token in the report
     run_code: bool = False  # run the model's code against a suite's tests, in a restricted process (recipes: scoring)
     verification: int = 4  # prompts per domain on which the verifier is judged, where there is one; 0: it is not

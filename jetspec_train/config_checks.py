@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pipeline": ("distill", "select", "negatives", "train", "calibrate", "export", "evaluate"),
     "export.formats": ("bundle", "vllm", "dflash", "jetspec", "deepspec", "eagle3"),
     "evaluate.baselines": ("generate", "prompt_lookup", "assisted"),
+    "evaluate.curves": ("context", "batch", "budget", "temperature"),
 }
 
 # "at least", "above", "at most", "below"; None is left alone
@@ -181,6 +182,7 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "evaluate.bootstrap": (("at least", 100),),
     "evaluate.repeats": (("at least", 1),),
     "evaluate.replay": (("at least", 0),),
+    "evaluate.curve_prompts": (("at least", 1),),
     "evaluate.cost_context": (("at least", 0),),
     **{
         f"{section}.sampling.{name}": limits

@@ -214,6 +214,30 @@ def by_context(report: dict[str, Any]) -> Callable[[Any, Any], None]:
     return paint
 
 
+def curve(name: str, points: Sequence[dict[str, Any]]) -> Callable[[Any, Any], None]:
+    """Speedup against one condition, with intervals over prompts; equal steps for unequal values."""
+    from jetspec_train.evaluation.curves import LABELS
+
+    def paint(axis: Any, ink: str) -> None:
+        places = range(len(points))
+        axis.plot(places, [point["speedup"] for point in points], marker=MARKERS[0], color=PALETTE[0])
+        for place, point in zip(places, points):
+            if point["speedup_ci95"]:
+                axis.plot([place, place], point["speedup_ci95"], color=PALETTE[0], linewidth=2)
+            axis.annotate(f"{point['speedup']:.2f}x", (place, point["speedup"]), xytext=(6, 6),
+                          textcoords="offset points")  # fmt: skip
+        marks = [place for place, point in zip(places, points) if name == "context" and point["at"] == CONTEXT_MARK]
+        if marks:
+            axis.axvline(marks[0], color=ink, linestyle=":", linewidth=1)
+        axis.axhline(1.0, color=ink, linestyle="--", linewidth=1)
+        axis.set_xticks(places, [f"{point['at']:g}" for point in points])
+        axis.set_xlim(-0.4, len(points) - 0.4)
+        axis.set_xlabel(LABELS[name])
+        axis.set_ylabel("speedup")
+
+    return paint
+
+
 def draw_all(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """``{name: {"png": bytes, "uri": str, "caption": str}}``; figures without data are left out."""
     paint, rows = speedups(report)
@@ -230,6 +254,11 @@ def draw_all(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
         text = "What the acceptance length promises, and what each cost takes away from it."
         wanted.append(("gap", gap(report), 3.0, text))
     wanted.append(("by_context", by_context(report), 3.4, "Each prompt's speedup against the length of its context."))
+    for name, points in report.get("curves", {}).items():
+        shown = [point for point in points if point["speedup"] is not None]
+        if shown:
+            text = f"Speedup over plain decoding by {name}, on {shown[0]['answers']} answers each."
+            wanted.append((f"curve_{name}", curve(name, shown), 3.2, text))
     if report["verification"] is not None:
         from jetspec_train.evaluation.verifier_figures import verification_figures
 

@@ -48,6 +48,7 @@ def build_report(
     versions: Mapping[str, str],
     verification: Mapping[str, Any] | None = None,
     tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     main: str = SPECULATIVE,
     draws: int = 2000,
     seed: int = 0,
@@ -84,6 +85,7 @@ def build_report(
         }
         if curve
         else None,
+        "curves": {name: [dict(point) for point in points] for name, points in (curves or {}).items()},
         "machine": dict(machine),
         "peak_memory_bytes": dict(peak_memory),
         "contenders": dict(contenders),

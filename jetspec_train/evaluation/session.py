@@ -24,6 +24,7 @@ from jetspec_train.evaluation.benchmark import (
     run_benchmark,
 )
 from jetspec_train.evaluation.contenders import build_contenders, decoder_of
+from jetspec_train.evaluation.curves import measure_curves
 from jetspec_train.evaluation.identity import Comparison, MarginJudge, check_identity, compare_records
 from jetspec_train.evaluation.machine import OtherWork, describe_machine, peak_memory_bytes
 from jetspec_train.evaluation.replay import record_replay
@@ -83,6 +84,7 @@ def evaluate_bundle(
     curve = {}
     if evaluate.cost_context:
         curve = measure_verify_seconds(target, context=evaluate.cost_context, repeats=7)
+    curves = measure_curves(target, bundle, suite.prompts, records, evaluate, decoding)
     replay = record_replay(
         decoder_of(target, bundle, decoding), suite.prompts[: evaluate.replay], evaluate.max_new_tokens, decoding
     )
@@ -117,6 +119,7 @@ def evaluate_bundle(
         replay=replay,
         verification=summarise_verification(lines, draws=evaluate.bootstrap, seed=seed),
         tasks=tasks,
+        curves=curves,
         skipped=suite.skipped,
         empty_domains=suite.empty_domains,
         contenders=descriptions,

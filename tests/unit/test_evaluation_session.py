@@ -117,6 +117,44 @@ def test_transformers_agrees_with_plain_decoding_in_float32(bundle: Any) -> None
         assert record.runs["generate"].target_forwards == record.runs["generate"].decoded
 
 
+def test_curves_measure_one_condition_at_a_time(bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jsonschema
+
+    from jetspec_train.evaluation import curves
+
+    monkeypatch.setitem(curves.CURVES, "context", (48, 64, 1_000_000))
+    report, records = evaluate(
+        bundle, curves=list(curves.CURVES), curve_prompts=3, replay=0, cost_context=0, fp32_prompts=0
+    )
+    write_report(tmp_path, report, records)
+    jsonschema.validate(load_report(tmp_path), json.loads(SCHEMA.read_text()))
+    points = {name: [point["at"] for point in found] for name, found in report["curves"].items()}
+    assert points == {
+        "context": [48, 64],  # the last is longer than the target's context
+        "batch": [1, 2, 4, 8],
+        "budget": [4, 8, 16, 32, 64],
+        "temperature": [0.0, 0.5, 1.0],
+    }
+    answers = {point["at"]: point["answers"] for point in report["curves"]["batch"]}
+    assert answers == {1: 3, 2: 4, 4: 4, 8: 8}  # whole batches: prompts are repeated
+    for found in report["curves"].values():
+        assert all(point["speedup"] > 0 and point["acceptance_length"] >= 1 for point in found)
+    assert (tmp_path / "figures" / "curve_context.png").is_file()
+
+
+def test_the_context_of_a_curve_ends_with_the_prompt(bundle: Any) -> None:
+    from jetspec_train.evaluation.curves import condition
+
+    prompt = SuitePrompt("a", "d", 0, [7, 8, 9], "")
+    batches, settings, _ = condition("context", 8, [prompt], [1, 2], DecodingConfig(nodes=5))
+    assert batches == [[[2, 1, 2, 1, 2, 7, 8, 9]]]
+    assert settings.nodes == 5
+    assert condition("context", 8, [prompt], [], DecodingConfig())[0] == []
+    assert condition("context", 3, [prompt], [1], DecodingConfig())[0] == []  # the prompt alone is as long
+    wider = condition("budget", 16, [prompt], [], DecodingConfig(nodes=4, candidates=6))[1]
+    assert (wider.nodes, wider.candidates) == (16, 16)
+
+
 def test_keyed_sampling_is_compared_too(bundle: Any) -> None:
     decoding = DecodingConfig(nodes=6, shortlist=4, sampling=SamplingConfig(temperature=0.8))
     report, _ = evaluate(bundle, decoding=decoding, replay=0, cost_context=0)

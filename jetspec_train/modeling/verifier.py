@@ -280,8 +280,11 @@ def _paths(ancestors_BAMM: Tensor, exists_BN: Tensor, place_BN: Tensor, context_
 def _score(x: Tensor, layer: nn.Linear) -> Tensor:
     """A logit in at least fp32, whatever the weights are served in: bf16 would round 0.97 and 0.98 together."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    bias = None if layer.bias is None else layer.bias.to(wide)
     with torch.autocast(x.device.type, enabled=False):
+        if layer.weight.dtype == wide:
+            # The layer's own forward, before and after which ZeRO-3 brings its divided weights together.
+            return layer(x.to(wide)).squeeze(-1)
+        bias = None if layer.bias is None else layer.bias.to(wide)
         return F.linear(x.to(wide), layer.weight.to(wide), bias).squeeze(-1)
 
 

@@ -11,6 +11,7 @@ factor of two or so.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +20,19 @@ from typing import Any
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import Config
+from jetspec_train.stages import negatives
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAMPLE_BYTES_PER_TOKEN = 12  # id, log-probability, entropy, margin, mask; compressed Parquet
 OVERHEAD_OF_DECODING = 2.0  # attention, norms, cache and host work beside the products of one generation step
 OVERHEAD_OF_TRAINING = 1.3
+OVERHEAD_OF_JUDGING = 1.3
 ADAM_BYTES = 16  # per trained parameter: fp32 weight, gradient, two moments
 CHECKPOINT_BYTES = 12  # weight and two moments
 PARALLEL_EFFICIENCY = 0.8
 SECONDS_PER_MEASUREMENT = 0.4
 MEASURED_ROWS = 128
+PROMPT_TOKENS = 200  # of a sample, on average, where the target reads whole samples again
 READABLE_RECIPE_BYTES = 50_000_000  # larger local recipes are not read just to be counted
 
 
@@ -152,9 +156,24 @@ def disk_bytes(cfg: Config, facts: Facts) -> dict[str, int]:
     }
     if tokens is not None:
         needed["distill"] = tokens * SAMPLE_BYTES_PER_TOKEN
+        if negatives.is_used(cfg):
+            needed["negatives"] = negative_samples(cfg, tokens) * cfg.negatives.per_sample * negatives.BYTES_PER_PATH
         if cfg.train.features == "cache":
             needed["features"] = tokens * facts.feature_bytes_per_token
     return needed
+
+
+def negative_samples(cfg: Config, tokens: int) -> int:
+    """How many samples stage=negatives works on, if every one of them is as long as it may be."""
+    there = math.ceil(tokens / cfg.distill.max_new_tokens)
+    return there if cfg.negatives.samples is None else min(there, cfg.negatives.samples * len(cfg.negatives.splits))
+
+
+def _negatives_seconds(cfg: Config, facts: Facts, tokens: int, timed: Callable[[Facts, int], float]) -> float:
+    """The target reads each sample once, then the paths behind it, and its head looks at every place of the answers."""
+    per_sample = PROMPT_TOKENS + cfg.distill.max_new_tokens + cfg.negatives.per_sample * negatives.path_tokens(cfg)
+    rows = min(MEASURED_ROWS, cfg.negatives.batch_size * per_sample)  # few enough that the head is timed with them
+    return negative_samples(cfg, tokens) * per_sample / rows * timed(facts, rows) * OVERHEAD_OF_JUDGING
 
 
 def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) -> dict[str, Any]:
@@ -195,6 +214,10 @@ def estimate(cfg: Config, facts: Facts, timed: Callable[[Facts, int], float]) ->
         nodes = cfg.verifier.blocks * cfg.train.sequences * cfg.draft.block * (1 + cfg.verifier.siblings) // 2
         judge = forward * 3 * nodes * facts.verifier_parameters / (rows * facts.parameters * cfg.train.accumulation)
         seconds["train"] = steps * cfg.train.accumulation * (forward + draft + judge) * OVERHEAD_OF_TRAINING
+        if negatives.is_used(cfg):
+            seconds["negatives"] = _negatives_seconds(cfg, facts, tokens, timed)
+            read = cfg.negatives.batch_size * (PROMPT_TOKENS + limit)
+            memory["negatives"] = weights + read * (facts.kv_bytes_per_token + 4 * facts.hidden_size)
     if cfg.verifier.enabled and cfg.draft.kind == "block":
         # Each prompt of the fit split is answered twice, each of the certify split once and, for a threshold that
         # passes and the one that fails, twice more; with a draft that is right half of the time.

@@ -251,7 +251,7 @@ def cost_table(costs: dict[str, Any]) -> str:
         else "  the number of answer tokens is not bounded: set recipe.prompts or train.tokens for times",
         f"  {'':<10} {'disk':>10} {'memory':>10} {'time (rough)':>14}",
     ]
-    for stage in ("distill", "features", "train", "export", "evaluate"):
+    for stage in ("distill", "negatives", "features", "train", "calibrate", "export", "evaluate"):
         disk, memory, seconds = (costs[key].get(stage) for key in ("disk_bytes", "memory_bytes", "seconds"))
         if not any((disk, memory, seconds)):
             continue
@@ -288,6 +288,5 @@ def judge(cfg: Config, costs: dict[str, Any]) -> list[Finding]:
 
 
 def _memory_key(stage: str) -> str:
-    return {"distill": "distill.batch_size", "train": "train.sequences or objective.chunk_anchors"}.get(
-        stage, "evaluate.fp32_prompts"
-    )
+    keys = {"distill": "distill.batch_size", "train": "train.sequences or objective.chunk_anchors"}
+    return (keys | {"negatives": "negatives.batch_size"}).get(stage, "evaluate.fp32_prompts")

@@ -38,7 +38,7 @@ def plan(cfg: Config) -> dict[str, Any]:
         samples = min(samples, cfg.negatives.samples * len(cfg.negatives.splits))
     return {
         "stage": STAGE,
-        "used_by_training": _is_used(cfg),
+        "used_by_training": is_used(cfg),
         "samples": f"{cfg.run_dir}/distill has not finished yet" if samples is None else samples,
         "attempts_at_most": None if samples is None else samples * cfg.negatives.per_sample,
         "kinds": [kind for kind in cfg.negatives.kinds if kind != "on_policy" or cfg.bundle],
@@ -57,7 +57,7 @@ def run(cfg: Config) -> None:
     """
     from jetspec_train.targets.loading import target_identity
 
-    if not _is_used(cfg):
+    if not is_used(cfg):
         print(
             "negatives: nothing learns from them (see verifier.enabled, verifier.negatives, train.only), nothing to do"
         )
@@ -128,7 +128,7 @@ def negatives_identity(cfg: Config, data: Manifest, target: Mapping[str, str], s
     }
 
 
-def _is_used(cfg: Config) -> bool:
+def is_used(cfg: Config) -> bool:
     """Whether training would read them: a pipeline without a verifier need not make any."""
     from jetspec_train.stages.training_verifier import has_verifier
 

@@ -32,6 +32,7 @@ from jetspec_train.config import (
     VerifierSettings,
 )
 from jetspec_train.stages import distill, train
+from jetspec_train.training import deepspeed_engine
 from jetspec_train.training.checkpoint import find_checkpoint, load_tensors
 from jetspec_train.training.tracking import read_metrics
 from tests.tiny import tiny_target_config
@@ -47,7 +48,8 @@ import pickle, signal, sys
 import torch
 torch.set_num_threads(1)
 from jetspec_train.stages import train
-from jetspec_train.training import loop
+from jetspec_train.training import deepspeed_engine, loop
+deepspeed_engine.KEEP_WHOLE_BELOW = int(sys.argv[2])
 add_sums = loop.add_sums
 for cfg, stop_at in pickle.load(open(sys.argv[1], "rb")):
     seen = []
@@ -70,7 +72,9 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def run_all(jobs: list[tuple[Config, int]], folder: Path, world: int) -> None:
+def run_all(
+    jobs: list[tuple[Config, int]], folder: Path, world: int, keep_whole_below: int = deepspeed_engine.KEEP_WHOLE_BELOW
+) -> None:
     """Train every configuration in order (stopped after a step where the number is not 0) on ``world`` ranks."""
     file = folder / f"jobs-{world}.pickle"
     file.write_bytes(pickle.dumps(jobs))
@@ -82,7 +86,7 @@ def run_all(jobs: list[tuple[Config, int]], folder: Path, world: int) -> None:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
         children.append(
             subprocess.Popen(
-                [sys.executable, "-c", CHILD, str(file)],
+                [sys.executable, "-c", CHILD, str(file), str(keep_whole_below)],
                 env={**os.environ, **shared, **own},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

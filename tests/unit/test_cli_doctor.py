@@ -70,6 +70,28 @@ def test_costs_grow_with_what_causes_them():
     )
 
 
+def test_negatives_and_calibration_are_part_of_the_costs():
+    cfg = configuration()
+    facts = costs.facts_of(cfg)
+
+    def timed(_, rows):
+        return rows * 1e-3
+
+    found = costs.estimate(cfg, facts, timed)
+    shown = doctor.cost_table({**found, "facts": dataclasses.asdict(facts)})
+    assert "negatives" in shown and "calibrate" in shown
+    samples = costs.negative_samples(cfg, found["tokens"])
+    assert 0 < samples <= 10 and found["disk_bytes"]["negatives"] == samples * cfg.negatives.per_sample * 900
+    cfg.negatives.samples = 1
+    fewer = costs.estimate(cfg, facts, timed)
+    assert fewer["seconds"]["negatives"] == pytest.approx(found["seconds"]["negatives"] / samples)
+    cfg.negatives.per_sample *= 2
+    assert costs.estimate(cfg, facts, timed)["seconds"]["negatives"] > fewer["seconds"]["negatives"]
+    cfg.verifier.negatives_share = 0.0  # then training reads none and the stage makes none
+    without = costs.estimate(cfg, facts, timed)
+    assert "negatives" not in without["seconds"] and "negatives" not in without["disk_bytes"]
+
+
 def test_the_measurement_is_a_time_and_leaves_the_threads_alone():
     import torch
 

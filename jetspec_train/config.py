@@ -77,10 +77,10 @@ class BudgetConfig:
 class DraftConfig:
     """A block draft head; None means "derived from the target's config"."""
 
-    kind: str = "block"  # block | standalone (a small language model; its settings are in `standalone`)
+    kind: str = "block"  # block | eagle3 | standalone (a small language model; its settings are in `standalone`)
     preset: str = "causal_markov"
     layers: int = 2
-    block: int = 8  # K predictions per block
+    block: int = 8  # K predictions per block; eagle3: steps of its training-time test
     mask: str = "causal"  # causal | bidirectional
     layout: str = "anchor"  # anchor | in_place
     parent: str = "vanilla"  # none | vanilla | gated
@@ -94,6 +94,7 @@ class DraftConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     mask_token_id: int | None = None
+    vocabulary: int | None = None  # eagle3: only so many tokens, the most frequent of the answers; None: all
 
 
 @dataclass

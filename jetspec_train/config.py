@@ -103,6 +103,7 @@ class ObjectiveConfig:
     l1: float = 0.9
     kl: float = 0.0
     gamma: float | None = 4.0  # w_k = exp(-k/gamma); None: no decay
+    reach: bool = False  # also weight a slot by the chance that decoding reaches it (expected acceptance)
     chunk_anchors: int = 32
 
 
@@ -193,6 +194,8 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     clip: float = 1.0
     precision: str = "auto"  # auto | float32 | bfloat16 (autocast, fp32 master weights)
+    # recompute the draft's layers in the backward pass: less memory for activations, about a third more time
+    recompute: bool = False
     features: str = "online"  # online | cache (the target's states are computed once and kept on disk)
     features_folder: str | None = None  # None: run_dir/train/features; a shared one serves several runs on one data set
     features_max_bytes: int = 50_000_000_000  # refuse a larger cache

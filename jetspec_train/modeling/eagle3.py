@@ -168,9 +168,13 @@ class _Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """See the top of this file. ``d2t`` is None for the whole vocabulary."""
+    """See the top of this file. ``d2t`` is None for the whole vocabulary.
+
+    ``recompute``: keep no activations of the training-time test's steps for the backward pass, make them again there.
+    """
 
     d2t: Tensor | None
+    recompute = False
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

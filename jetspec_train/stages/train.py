@@ -47,6 +47,7 @@ FREE_TRAIN_KEYS = (
     "save_every",
     "log_every",
     "keep",
+    "recompute",
     "features",
     "features_folder",
     "features_max_bytes",
@@ -108,19 +109,23 @@ def train_identity(cfg: Config, target: Mapping[str, str]) -> dict[str, Any]:
     """Everything that determines the weights. Raises UserError if the data are not there or were changed."""
     data = require_manifest(Path(cfg.run_dir) / "distill", "distill")
     verify_outputs(Path(cfg.run_dir) / "distill", data)
-    objective = to_dict(cfg.objective)
-    del objective["chunk_anchors"]
     selection = read_manifest(Path(cfg.run_dir) / "select")
     return {
         "target": dict(target),
         "data": data.digest(),
         **({"selection": selection.digest()} if selection else {}),
         "draft": draft_identity(cfg) if cfg.train.only != "verifier" else None,
-        "objective": objective,
+        "objective": objective_identity(cfg),
         **training_verifier.identity(cfg),
         "train": {key: value for key, value in to_dict(cfg.train).items() if key not in FREE_TRAIN_KEYS},
         "seed": cfg.seed,
     }
+
+
+def objective_identity(cfg: Config) -> dict[str, Any]:
+    """The objective's settings without how the arithmetic is cut up; weights by reach count where they are on."""
+    settings = to_dict(cfg.objective)
+    return {key: settings[key] for key in settings if key != "chunk_anchors" and (key != "reach" or settings[key])}
 
 
 def draft_identity(cfg: Config) -> dict[str, Any]:
@@ -188,6 +193,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     total = settings.steps or batches.steps(settings.epochs)
     target = load_target(cfg.target)
     networks = training_verifier.networks(cfg, target, store)
+    networks.draft.recompute = settings.recompute
     draft_config, head = networks.draft_config, networks.draft
     step_settings = step_settings_of(cfg, draft_config, target)
     module = training_drafts.step_module(networks, target, step_settings)
@@ -335,6 +341,7 @@ def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
         kl=cfg.objective.kl,
         chunk_rows=cfg.objective.chunk_anchors * cfg.draft.block,
         autocast=torch.bfloat16 if low else None,
+        reach=cfg.objective.reach,
     )
 
 

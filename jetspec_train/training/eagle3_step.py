@@ -77,5 +77,6 @@ class Eagle3Step(nn.Module):
                 parent_weight_Vr=draft.lm_head.weight,
                 target_columns_X=draft.columns_X,
                 chunk_rows=settings.chunk_rows,
+                reach=settings.reach,
             )
         return StepOutput(drafted.loss, dict(drafted.metrics))

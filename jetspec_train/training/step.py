@@ -92,6 +92,7 @@ class StepSettings:
     kl: float
     chunk_rows: int = 256
     autocast: torch.dtype | None = None
+    reach: bool = False  # expected-acceptance weights (objectives.draft_loss)
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,7 @@ class DraftStep(nn.Module):
                     parent_state_BAKr=state,
                     parent_weight_Vr=draft.parent_weight,
                     chunk_rows=settings.chunk_rows,
+                    reach=settings.reach,
                 )
                 parts.append(drafted.loss)
                 metrics = dict(drafted.metrics)

@@ -77,10 +77,10 @@ class BudgetConfig:
 class DraftConfig:
     """A block draft head; None means "derived from the target's config"."""
 
-    kind: str = "block"  # block | standalone (a small language model; its settings are in `standalone`)
+    kind: str = "block"  # block | eagle3 | standalone (a small language model; its settings are in `standalone`)
     preset: str = "causal_markov"
     layers: int = 2
-    block: int = 8  # K predictions per block
+    block: int = 8  # K predictions per block; eagle3: steps of its training-time test
     mask: str = "causal"  # causal | bidirectional
     layout: str = "anchor"  # anchor | in_place
     parent: str = "vanilla"  # none | vanilla | gated
@@ -94,6 +94,7 @@ class DraftConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     mask_token_id: int | None = None
+    vocabulary: int | None = None  # eagle3: only so many tokens, the most frequent of the answers; None: all
 
 
 @dataclass
@@ -102,6 +103,7 @@ class ObjectiveConfig:
     l1: float = 0.9
     kl: float = 0.0
     gamma: float | None = 4.0  # w_k = exp(-k/gamma); None: no decay
+    reach: bool = False  # also weight a slot by the chance that decoding reaches it (expected acceptance)
     chunk_anchors: int = 32
 
 
@@ -192,6 +194,8 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     clip: float = 1.0
     precision: str = "auto"  # auto | float32 | bfloat16 (autocast, fp32 master weights)
+    # recompute the draft's layers in the backward pass: less memory for activations, about a third more time
+    recompute: bool = False
     features: str = "online"  # online | cache (the target's states are computed once and kept on disk)
     features_folder: str | None = None  # None: run_dir/train/features; a shared one serves several runs on one data set
     features_max_bytes: int = 50_000_000_000  # refuse a larger cache

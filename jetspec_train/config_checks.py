@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("auto", "float32", "bfloat16", "float16"),
     "target.template": ("tokenizer", "plain"),
-    "draft.kind": ("block", "standalone"),
+    "draft.kind": ("block", "eagle3", "standalone"),
     "draft.mask": ("causal", "bidirectional"),
     "draft.layout": ("anchor", "in_place"),
     "draft.parent": ("none", "vanilla", "gated"),
@@ -67,6 +67,7 @@ RANGES: dict[str, tuple[tuple[str, float], ...]] = {
     "draft.head_dim": (("at least", 2),),
     "draft.intermediate_size": (("at least", 1),),
     "draft.mask_token_id": (("at least", 0),),
+    "draft.vocabulary": (("at least", 1),),
     "objective.ce": (("at least", 0),),
     "objective.l1": (("at least", 0),),
     "objective.kl": (("at least", 0),),
@@ -239,6 +240,16 @@ def _check_draft(cfg: Config) -> None:
         raise UserError(
             f"draft.block={draft.block} with draft.clean_prefix={draft.clean_prefix}: clean-prefix training needs a "
             "block of at least 3. Set draft.clean_prefix=0 or a larger block."
+        )
+    if draft.vocabulary is not None and draft.kind != "eagle3":
+        raise UserError(
+            f"draft.vocabulary={draft.vocabulary} with draft.kind={draft.kind}: only draft=eagle3 has an output head "
+            "of its own; the others share the target's, whole."
+        )
+    if draft.kind == "eagle3" and draft.clean_prefix > 0:
+        raise UserError(
+            f"draft.clean_prefix={draft.clean_prefix} with draft.kind=eagle3: its training-time test has no clean "
+            "prefixes. Set draft.clean_prefix=0, or take draft=eagle3, which does."
         )
     if draft.heads is not None and draft.kv_heads is not None and draft.heads % draft.kv_heads:
         raise UserError(f"draft.heads={draft.heads}: must be a multiple of draft.kv_heads={draft.kv_heads}.")

@@ -220,7 +220,11 @@ def describe_target(target: Any) -> dict[str, Any]:
 def describe_draft(bundle: Bundle, target_parameters: int) -> dict[str, Any]:
     """The report's ``draft``. Every tensor of the bundle's draft is trainable: embedding and head are the target's."""
     standalone = bundle.meta.get("kind") == STANDALONE  # then every tensor is the draft's, embedding and head too
-    trainable = sum(t.numel() for name, t in bundle.tensors.items() if standalone or name.startswith("draft."))
+    trainable = sum(
+        tensor.numel()
+        for name, tensor in bundle.tensors.items()
+        if tensor.is_floating_point() and (standalone or name.startswith("draft."))
+    )
     architecture = bundle.meta.get("architecture")
     config = bundle.config.get("draft") or {}
     if not isinstance(architecture, str):

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from jetspec_train.modeling.attention import block_attention, block_attention_weights, rotate
 from jetspec_train.modeling.blocks import MASK_SLOT
@@ -157,7 +158,12 @@ class _ParentTerm(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """See the top of this file. ``forward`` serves trainer, calibrator and decoder alike."""
+    """See the top of this file. ``forward`` serves trainer, calibrator and decoder alike.
+
+    ``recompute``: keep no activations of the layers for the backward pass, make them again there.
+    """
+
+    recompute = False
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
@@ -233,7 +239,10 @@ class DraftHead(nn.Module):
         # the residual stream is kept in the precision of the weights (fp32 when training in bf16)
         x = embeds_BAKd.to(self.norm.weight.dtype)
         for layer, columns in zip(self.layers, context, strict=True):
-            x = layer(x, cos, sin, columns, context_mask_BAT, attention)
+            if self.recompute and attention is None and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, columns, context_mask_BAT, None, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, columns, context_mask_BAT, attention)
         return self.norm(x)
 
     # ---- parent term ---------------------------------------------------------------------------

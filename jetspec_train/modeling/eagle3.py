@@ -168,9 +168,13 @@ class _Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """See the top of this file. ``d2t`` is None for the whole vocabulary."""
+    """See the top of this file. ``d2t`` is None for the whole vocabulary.
+
+    ``recompute``: keep no activations of the training-time test's steps for the backward pass, make them again there.
+    """
 
     d2t: Tensor | None
+    recompute = False
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -220,6 +224,23 @@ class Eagle3Head(nn.Module):
             new.append(columns)
         hidden_BNd = self.norm(x_BNd)
         return hidden_BNd, hidden_BNd if self.config.norm_output else x_BNd, new
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    @property
+    def columns_X(self) -> Tensor | None:
+        """Target ids of a reduced vocabulary, ascending; None for the whole."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        """Ids of the draft's vocabulary for those of the target's; -1 where it cannot say the token."""
+        if self.columns_X is None:
+            return tokens
+        table_V = torch.full((self.config.vocab_size,), -1, device=tokens.device)
+        table_V[self.columns_X] = torch.arange(len(self.columns_X), device=tokens.device)
+        return torch.where(tokens >= 0, table_V[tokens.clamp(min=0)], tokens)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for ids of the draft's."""

@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.config import DraftConfig
@@ -69,6 +71,20 @@ def resolve_eagle3_config(cfg: DraftConfig, hf_config: Any, *, draft_vocab_size:
         qk_norm=False,
         max_positions=block.max_positions,
     )
+
+
+def _attend_and_finish(
+    layer: Any,
+    residual_BTd: Tensor,
+    queries_BHTD: Tensor,
+    context: tuple[Tensor, Tensor],
+    own_keys: Tensor,
+    own_values: Tensor,
+    mask_BTT: Tensor,
+) -> Tensor:
+    """The rest of a layer once its keys are known: the part whose activations (scores [B, H, T, T]) are large."""
+    mixed = block_attention(queries_BHTD.unsqueeze(3), *context, own_keys, own_values, mask_BTT, causal=False)
+    return layer.finish(residual_BTd, layer.self_attn.output(mixed.squeeze(3)))
 
 
 @torch.no_grad()
@@ -159,10 +175,9 @@ def unroll(
                 own_keys, own_values = (
                     torch.stack([pair[kind].roll(back, dims=2) for pair, back in own], dim=3) for kind in (0, 1)
                 )
-            mixed = block_attention(
-                queries.unsqueeze(3), *context[i], own_keys, own_values, mask_BTT, causal=False
-            ).squeeze(3)
-            x_BTd = layer.finish(residual, layer.self_attn.output(mixed))  # type: ignore[operator, union-attr]
+            attend = partial(_attend_and_finish, layer, residual, queries, context[i], own_keys, own_values, mask_BTT)
+            recompute = head.recompute and torch.is_grad_enabled()
+            x_BTd = checkpoint(attend, use_reentrant=False) if recompute else attend()
         if step:
             paths.append(columns)
         hidden_BTd = head.norm(x_BTd)

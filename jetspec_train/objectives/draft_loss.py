@@ -14,6 +14,10 @@ by the draft's logits is closed::
 so the forward pass computes it on the spot and the full [slots, V] tensor never exists in any
 precision. The elementwise work is done on a few rows at a time that fit the processor's cache.
 
+Expected-acceptance weights (``reach``) multiply w by the chance that decoding reaches the slot: the product of
+the acceptance of the slots before it, 1 - l1 / 2 where the mix looks at the target and p[x*] where it does not.
+They take no gradient and leave W alone, which would otherwise depend on how the batch is cut.
+
 Shapes: B rows, T tokens, A anchors, K slots, M slots with weight > 0, d / D width of draft / target
 state, V vocabulary, r width of the trainable part of the logits (rank of the parent term).
 """
@@ -86,6 +90,29 @@ class _Plan:
     total_weight: float
     chunk_rows: int
     outcomes: dict[str, Tensor]
+    reach: _Reach | None = None
+
+
+class _Reach:
+    """Chance that decoding reaches each slot, filled in as the pass goes through the slots of a block in order."""
+
+    def __init__(self, index_M: Tensor, weights_BAK: Tensor, dtype: torch.dtype) -> None:
+        self.index_M, self.slots = index_M, weights_BAK.shape[-1]
+        # Slots before the first that predicts are certain; a weighted slot without a label ends the chain.
+        self.accepted_BAK = (weights_BAK.reshape(-1) == 0).to(dtype)
+
+    def of(self, piece: slice, outcomes: dict[str, Tensor]) -> Tensor:
+        """The chances of some slots, whose own outcomes (and those of all before them) are known."""
+        index_m = self.index_M[piece]
+        if "l1" in outcomes:
+            accepted_m = 1.0 - outcomes["l1"][piece] / 2
+        else:
+            accepted_m = torch.exp(-outcomes["ce"][piece])
+        self.accepted_BAK[index_m] = accepted_m.clamp(0.0, 1.0)
+        first = int(index_m[0]) // self.slots
+        blocks = self.accepted_BAK.view(-1, self.slots)[first : int(index_m[-1]) // self.slots + 1]
+        before = torch.nn.functional.pad(blocks.cumprod(-1)[:, :-1], (1, 0), value=1.0)
+        return before.reshape(-1)[index_m - first * self.slots]
 
 
 def _cache_rows(vocabulary: int, device: torch.device, limit: int) -> int:
@@ -179,6 +206,10 @@ class _ChunkedLoss(torch.autograd.Function):
                     plan.outcomes["sayable"][piece] = (targets == best_m1).any(dim=-1)
 
             grad_z = _chunk_gradient(frozen, trained, targets, piece, plan)
+            if plan.reach is not None:
+                reached_m = plan.reach.of(piece, plan.outcomes)
+                plan.outcomes["reached"][piece] = reached_m
+                grad_z *= reached_m.unsqueeze(-1).to(grad_z.dtype)
             if grad_hidden is not None and frozen is not None and leaf is not None:
                 (part,) = torch.autograd.grad(frozen, leaf, grad_z.to(frozen.dtype))
                 grad_hidden[piece] = part
@@ -199,6 +230,8 @@ class _ChunkedLoss(torch.autograd.Function):
             each = each + mix.l1 * out["l1"]
         if mix.kl:
             each = each + mix.kl * out["kl"]
+        if plan.reach is not None:
+            each = each * out["reached"]
         return (each.double() * plan.weights_M).sum().div(plan.total_weight).to(each.dtype)
 
     @staticmethod
@@ -235,7 +268,7 @@ def _chunk_gradient(
             plan.labels_M[far],
             plan.weights_M[far].to(wide),
             plan.mix,
-            {name: values[far] for name, values in plan.outcomes.items() if name != "sayable"},
+            {name: values[far] for name, values in plan.outcomes.items() if name not in ("sayable", "reached")},
         )
     return gradient
 
@@ -258,6 +291,7 @@ def draft_loss(
     parent_weight_Vr: Tensor | None = None,
     target_columns_X: Tensor | None = None,
     chunk_rows: int = 256,
+    reach: bool = False,
 ) -> DraftLoss:
     """Loss and metrics of the blocks of one micro-step.
 
@@ -266,7 +300,8 @@ def draft_loss(
     ``draft_logits`` / ``target_logits``: [M, width] -> [M, V], frozen; normally both the target's
     ``logits``. The parent term ``parent_state @ parent_weight.T`` is added to the draft's, after any
     soft-cap. ``total_weight``: W of the whole global batch (``objectives.weights.total_weight``).
-    ``clean_BA``: blocks with a clean prefix train but are left out of the acceptance metrics.
+    ``clean_BA``: blocks with a clean prefix train but are left out of the acceptance metrics. ``reach``: also weight a
+    slot by the chance that decoding reaches it (see the top of this file).
 
     A draft with its own trainable lm_head (EAGLE-3) passes its hidden states as ``parent_state``, its head as
     ``parent_weight`` and ``draft_logits=None``. With a reduced vocabulary of X tokens it also passes their target
@@ -304,6 +339,8 @@ def draft_loss(
         outcomes["kl"] = torch.zeros_like(outcomes["ce"])
     if target_columns_X is not None and mix.needs_target:
         outcomes["sayable"] = torch.zeros_like(outcomes["correct"])
+    if reach:
+        outcomes["reached"] = torch.zeros_like(outcomes["ce"])
     plan = _Plan(
         labels_M=labels_M,
         weights_M=weights_M,
@@ -315,6 +352,7 @@ def draft_loss(
         total_weight=total_weight,
         chunk_rows=max(1, chunk_rows),
         outcomes=outcomes,
+        reach=_Reach(index_M, weights_BAK, wide) if reach and len(index_M) else None,
     )
     loss = _ChunkedLoss.apply(hidden_Md, state_Mr, parent_weight_Vr, plan)
     if "sayable" in outcomes:

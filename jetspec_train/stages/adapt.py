@@ -23,6 +23,7 @@ from jetspec_train.artifacts.manifest import is_current, require_manifest, verif
 from jetspec_train.artifacts.provenance import git_revision
 from jetspec_train.config import Config, to_dict
 from jetspec_train.stages.adapt_report import STAGE, finish, head_with, in_memory, measured, old_recipe
+from jetspec_train.stages.train import objective_identity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,13 +112,11 @@ def adapt_identity(cfg: Config, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that determines adapter and report. Raises UserError if the data are not there or were changed."""
     data = require_manifest(Path(cfg.run_dir) / "distill", "distill")
     verify_outputs(Path(cfg.run_dir) / "distill", data)
-    objective = to_dict(cfg.objective)
-    del objective["chunk_anchors"]
     return {
         "bundle": weights_hash(meta),
         "data": data.digest(),
         "adapt": to_dict(cfg.adapt),
-        "objective": objective,
+        "objective": objective_identity(cfg),
         "train": {key: to_dict(cfg.train)[key] for key in USED_TRAIN_KEYS},
         "clean_prefix": cfg.draft.clean_prefix,
         "decoding": to_dict(cfg.decoding),

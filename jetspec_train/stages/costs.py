@@ -72,7 +72,10 @@ def facts_of(cfg: Config) -> Facts:
 
     from jetspec_train.modeling.draft_config import resolve_draft_config
     from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.modeling.eagle3 import Eagle3Head
+    from jetspec_train.modeling.eagle3_training import resolve_eagle3_config
     from jetspec_train.modeling.verifier_config import parameter_count, resolve_verifier_config
+    from jetspec_train.stages.training_drafts import EAGLE3
     from jetspec_train.stages.training_verifier import has_verifier
     from jetspec_train.targets.families import check_architecture, text_config
     from jetspec_train.targets.loading import pick_device, pick_dtype, resolve
@@ -87,12 +90,16 @@ def facts_of(cfg: Config) -> Facts:
     text = text_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        head = DraftHead(resolve_draft_config(cfg.draft, config, mask_token_id=0))
+        head: DraftHead | Eagle3Head
+        if cfg.draft.kind == EAGLE3:
+            head = Eagle3Head(resolve_eagle3_config(cfg.draft, config, draft_vocab_size=cfg.draft.vocabulary))
+        else:
+            head = DraftHead(resolve_draft_config(cfg.draft, config, mask_token_id=0))
     device = pick_device(cfg.target)
     dtype = pick_dtype(cfg.target, device)
     parameters = sum(p.numel() for p in model.parameters())
     judge = 0
-    if has_verifier(cfg):
+    if has_verifier(cfg) and isinstance(head, DraftHead):
         judge = parameter_count(resolve_verifier_config(cfg.verifier, head.config, target_parameters=parameters))
     embedding = model.get_input_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -21,11 +21,13 @@ from jetspec_train.artifacts.provenance import git_revision, package_versions
 from jetspec_train.config import Config
 from jetspec_train.stages import standalone
 from jetspec_train.stages.model_card import model_card
+from jetspec_train.stages.training_drafts import EAGLE3, empty_draft, kind_and_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.modeling.eagle3 import Eagle3Head
     from jetspec_train.targets.target import Target
 
 STAGE = "export"
@@ -80,26 +82,26 @@ def run(cfg: Config) -> None:
         return
     (folder / MANIFEST).unlink(missing_ok=True)
 
-    draft = load_draft_config(checkpoint)
+    kind, draft = kind_and_settings(load_draft_config(checkpoint))
     weights = load_draft_tensors(checkpoint)
     verifier, judging = load_verifier_config(checkpoint), load_verifier_tensors(checkpoint)
     trained_for = target_of_training(run_dir / "train", checkpoint)
     target = _load_target(cfg, trained_for)
     facts = training_facts(run_dir, checkpoint)
-    meta = bundle_facts(cfg, draft, weights, target, facts)
+    meta = bundle_facts(cfg, kind, draft, weights, target, facts)
     if verifier is not None:
         meta["verifier"] = verifier_facts(verifier, judging, meta["draft"]["trainable_parameters"], target.parameters)
     bundle = write_bundle(
         folder / "bundle",
         bundle=meta,
-        config={"draft": draft, "verifier": verifier},
+        config={"kind": kind, "draft": draft, "verifier": verifier},
         tensors={f"draft.{n}": t for n, t in weights.items()} | {f"verifier.{n}": t for n, t in judging.items()},
         calibration=calibration,
         card=model_card(meta, draft, facts, calibration),
     )
-    compare_with_checkpoint(bundle, draft, weights, target, judging)
+    compare_with_checkpoint(bundle, kind, draft, weights, target, judging)
     outputs = [p for p in bundle.rglob("*") if p.is_file()]
-    outputs += export_other_forms(cfg, folder, draft, weights, target, meta, judging)
+    outputs += export_other_forms(cfg, folder, kind, draft, weights, target, meta, judging)
     write_manifest(
         folder,
         stage=STAGE,
@@ -185,14 +187,14 @@ def training_facts(run_dir: Path, checkpoint: Path) -> dict[str, Any]:
 
 def bundle_facts(
     cfg: Config,
+    kind: str,
     draft: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     target: Target,
     training: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The content of ``bundle.json`` except the file list (FORMATS 1)."""
-    parameters = sum(tensor.numel() for tensor in weights.values())
-    first = 1 if draft.get("layout") == "anchor" else 0
+    parameters = sum(tensor.numel() for tensor in weights.values() if tensor.is_floating_point())
     return {
         "target": {
             **target.identity.to_dict(),
@@ -202,10 +204,7 @@ def bundle_facts(
             "template_options": dict(cfg.target.template_options),
             "system_prompt": cfg.target.system_prompt,
         },
-        "architecture": (
-            f"block draft head, {draft.get('layers')} layers, block of {draft.get('block')}, {draft.get('mask')} mask, "
-            f"{draft.get('layout')} layout, {draft.get('parent')} parent term"
-        ),
+        "architecture": architecture(kind, draft),
         "draft": {
             "preset": cfg.draft.preset,
             "trainable_parameters": parameters,
@@ -213,14 +212,40 @@ def bundle_facts(
         },
         "taps": list(draft.get("target_layer_ids", [])),
         "block": draft.get("block"),
-        "conventions": {
-            "taps": "0-based; output of decoder layer i, before the final norm",
-            "context": "the block of anchor a sees context positions strictly below a",
-            "slots": f"slot j predicts position a + j + {first}" if first else "slot j predicts position a + j",
-            "embedding_and_head": "the target's own, not stored here",
-        },
+        "conventions": conventions(kind, draft),
         "training": {"budget_tokens": cfg.budget.tokens, **training},
         "provenance": {"git_revision": git_revision(), "versions": package_versions()},
+    }
+
+
+def architecture(kind: str, draft: Mapping[str, Any]) -> str:
+    """The draft in a few words."""
+    if kind == EAGLE3:
+        return (
+            f"EAGLE-3 head, {draft['layers']} layers, {draft['draft_vocab_size']} of {draft['vocab_size']} tokens in "
+            "its output head"
+        )
+    return (
+        f"block draft head, {draft.get('layers')} layers, block of {draft.get('block')}, {draft.get('mask')} mask, "
+        f"{draft.get('layout')} layout, {draft.get('parent')} parent term"
+    )
+
+
+def conventions(kind: str, draft: Mapping[str, Any]) -> dict[str, str]:
+    """How indices are meant, for whoever reads the bundle without this code."""
+    taps = {"taps": "0-based; output of decoder layer i, before the final norm"}
+    if kind == EAGLE3:
+        return {
+            **taps,
+            "inputs": "the input at q joins the token at q + 1 with the state of q, and predicts the token at q + 2",
+            "vocabulary": "target id = draft id + d2t[draft id]; without d2t the ids are the target's",
+            "embedding": "the target's own, not stored here; lm_head is the draft's own",
+        }
+    return {
+        **taps,
+        "context": "the block of anchor a sees context positions strictly below a",
+        "slots": f"slot j predicts position a + j{' + 1' if draft.get('layout') == 'anchor' else ''}",
+        "embedding_and_head": "the target's own, not stored here",
     }
 
 
@@ -238,35 +263,42 @@ def verifier_facts(
     }
 
 
-def head_of(draft: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DraftHead:
-    """A draft head with the given weights, all of them and no others."""
+def head_of(kind: str, draft: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DraftHead | Eagle3Head:
+    """A draft with the given weights, all of them and no others."""
     from jetspec_train.decoding.bundles import load_draft_tensors
-    from jetspec_train.modeling.draft_head import DraftHead, DraftHeadConfig
+    from jetspec_train.modeling.draft_head import DraftHeadConfig
+    from jetspec_train.modeling.eagle3 import Eagle3Config
 
-    head = DraftHead(DraftHeadConfig.from_dict(dict(draft))).eval()
+    config = (Eagle3Config if kind == EAGLE3 else DraftHeadConfig).from_dict(dict(draft))
+    head = empty_draft(config).eval()
     load_draft_tensors(head, {f"draft.{name}": tensor for name, tensor in weights.items()}, "the checkpoint")
     return head
 
 
-def draft_logits(head: DraftHead, target: Target) -> Tensor:
-    """The head's logits [K, V] for one block on the target's own features of a fixed text."""
+def draft_logits(head: DraftHead | Eagle3Head, target: Target) -> Tensor:
+    """The draft's logits on the target's own features of a fixed text: of one block [K, V], or of an EAGLE-3 head's
+    inputs [T, X]."""
     import torch
 
-    from jetspec_train.modeling.draft_head import MASK_SLOT
+    from jetspec_train.modeling.draft_head import MASK_SLOT, DraftHead
 
     config = head.config
     generator = torch.Generator().manual_seed(0)
-    length = min(COMPARED_TOKENS, target.max_positions - config.block)
+    length = min(COMPARED_TOKENS, target.max_positions - (head.config.block if isinstance(head, DraftHead) else 0))
     tokens_BT = torch.randint(target.vocab_size, (1, length), generator=generator).to(target.device)
     positions_BT = torch.arange(length, device=target.device)[None]
     head = head.to(target.device)
     with torch.inference_mode():
         output = target.forward_packed(tokens_BT, positions_BT, torch.zeros_like(tokens_BT), config.target_layer_ids)
         assert output.features_BNF is not None
+        if not isinstance(head, DraftHead):
+            states_BTd = head.fuse(output.features_BNF)
+            hidden_BTd, _, _ = head(target.embed(tokens_BT.roll(-1, dims=1)), states_BTd, positions_BT)
+            return head.lm_head(hidden_BTd)[0]
         context = head.context_kv(head.fuse(output.features_BNF), positions_BT)
-        inputs_BAK = torch.full((1, 1, config.block), MASK_SLOT, device=target.device)
+        inputs_BAK = torch.full((1, 1, head.config.block), MASK_SLOT, device=target.device)
         inputs_BAK[..., 0] = tokens_BT[0, -1]
-        positions_BAK = length + torch.arange(config.block, device=target.device)[None, None]
+        positions_BAK = length + torch.arange(head.config.block, device=target.device)[None, None]
         hidden_BAKd = head(head.embed(inputs_BAK, target.embed), positions_BAK, context, None)
         logits_BAKV = target.logits(hidden_BAKd.to(target.dtype)).float()
         if head.has_parent:
@@ -277,6 +309,7 @@ def draft_logits(head: DraftHead, target: Target) -> Tensor:
 
 def compare_with_checkpoint(
     bundle: Path,
+    kind: str,
     draft: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     target: Any,
@@ -297,7 +330,7 @@ def compare_with_checkpoint(
         if found is None or not torch.equal(found, tensor):
             raise UserError(f"The bundle {bundle} does not reproduce its checkpoint: verifier.{name} differs.")
     before_KV, after_KV = (
-        draft_logits(head_of(config, values), target)
+        draft_logits(head_of(kind, config, values), target)
         for config, values in ((draft, weights), (read.config["draft"], tensors))
     )
     if not torch.equal(before_KV, after_KV):
@@ -311,6 +344,7 @@ def compare_with_checkpoint(
 def export_other_forms(
     cfg: Config,
     folder: Path,
+    kind: str,
     draft: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     target: Any,
@@ -326,7 +360,7 @@ def export_other_forms(
 
     done = export_forms(
         Draft(
-            kind="block",
+            kind=kind,
             config=draft,
             tensors=weights,
             confidence={

@@ -23,13 +23,12 @@ from jetspec_train.artifacts.files import make_folder
 from jetspec_train.artifacts.manifest import is_current, read_manifest, require_manifest, verify_outputs, write_manifest
 from jetspec_train.artifacts.provenance import git_revision
 from jetspec_train.config import Config, to_dict
-from jetspec_train.stages import standalone, training_verifier
+from jetspec_train.stages import standalone, training_drafts, training_verifier
 from jetspec_train.stages.training_verifier import train_folder
 
 if TYPE_CHECKING:
     from jetspec_train.data.packing import PackedSampler
     from jetspec_train.data.samples import SampleStore
-    from jetspec_train.modeling.draft_head import DraftHead
     from jetspec_train.stages.training_verifier import Networks
     from jetspec_train.targets.target import Target
     from jetspec_train.training.checkpoint import TrainState
@@ -48,6 +47,7 @@ FREE_TRAIN_KEYS = (
     "save_every",
     "log_every",
     "keep",
+    "recompute",
     "features",
     "features_folder",
     "features_max_bytes",
@@ -109,19 +109,29 @@ def train_identity(cfg: Config, target: Mapping[str, str]) -> dict[str, Any]:
     """Everything that determines the weights. Raises UserError if the data are not there or were changed."""
     data = require_manifest(Path(cfg.run_dir) / "distill", "distill")
     verify_outputs(Path(cfg.run_dir) / "distill", data)
-    objective = to_dict(cfg.objective)
-    del objective["chunk_anchors"]
     selection = read_manifest(Path(cfg.run_dir) / "select")
     return {
         "target": dict(target),
         "data": data.digest(),
         **({"selection": selection.digest()} if selection else {}),
-        "draft": to_dict(cfg.draft) if cfg.train.only != "verifier" else None,
-        "objective": objective,
+        "draft": draft_identity(cfg) if cfg.train.only != "verifier" else None,
+        "objective": objective_identity(cfg),
         **training_verifier.identity(cfg),
         "train": {key: value for key, value in to_dict(cfg.train).items() if key not in FREE_TRAIN_KEYS},
         "seed": cfg.seed,
     }
+
+
+def objective_identity(cfg: Config) -> dict[str, Any]:
+    """The objective's settings without how the arithmetic is cut up; weights by reach count where they are on."""
+    settings = to_dict(cfg.objective)
+    return {key: settings[key] for key in settings if key != "chunk_anchors" and (key != "reach" or settings[key])}
+
+
+def draft_identity(cfg: Config) -> dict[str, Any]:
+    """The draft's settings; a vocabulary that is not reduced is no setting (drafts of before it could be are equal)."""
+    settings = to_dict(cfg.draft)
+    return {key: value for key, value in settings.items() if key != "vocabulary" or value is not None}
 
 
 def without_name(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +143,6 @@ def check(cfg: Config) -> None:
     """Raise UserError for settings that cannot train."""
     if cfg.objective.ce == cfg.objective.l1 == cfg.objective.kl == 0:
         raise UserError("objective.ce, objective.l1 and objective.kl are all 0: at least one loss is needed.")
-    if cfg.draft.kind != "block":
-        raise UserError(f"draft.kind={cfg.draft.kind} is not trained by stage=train; allowed: block.")
 
 
 def check_ranks(cfg: Config, world: int) -> None:
@@ -172,7 +180,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     from jetspec_train.training.loop import Cadence, StepResult, train
     from jetspec_train.training.schedule import make_optimizer, make_scheduler
     from jetspec_train.training.signals import stop_on_signals
-    from jetspec_train.training.step import DraftStep, plan_step, run_step
+    from jetspec_train.training.step import plan_step, run_step
     from jetspec_train.training.tracking import Tracker
     from jetspec_train.training.watchdog import Watchdog
 
@@ -185,11 +193,10 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     total = settings.steps or batches.steps(settings.epochs)
     target = load_target(cfg.target)
     networks = training_verifier.networks(cfg, target, store)
+    networks.draft.recompute = settings.recompute
     draft_config, head = networks.draft_config, networks.draft
     step_settings = step_settings_of(cfg, draft_config, target)
-    module = DraftStep(
-        head, target, step_settings, networks.verifier, networks.judging, train_draft=not networks.frozen
-    )
+    module = training_drafts.step_module(networks, target, step_settings)
     engine = create_engine(
         cfg.engine, clip=settings.clip, ranks=ranks, accumulation=settings.accumulation, device=target.device
     )
@@ -231,7 +238,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
             folder / "checkpoints",
             dataclasses.replace(current, identity=dict(identity)),
             tensors=networks.frozen | tensors,
-            draft=draft_config.to_dict(),
+            draft=training_drafts.described(draft_config),
             verifier=networks.verifier_config,
             save_engine=lambda place: write_optimizer(optimizer_state, place),
             keep=settings.keep,
@@ -252,7 +259,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
                 tensors = engine.model_tensors()  # all ranks bring their parts
                 if not ranks.is_main:
                     return None
-                draft = draft_of(networks.frozen | tensors, draft_config, target.device)
+                draft = training_drafts.draft_of(networks.frozen | tensors, draft_config, target.device)
                 record = judge.known_acceptance or measure_acceptance(
                     draft,
                     target,
@@ -303,6 +310,7 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
             "budget_tokens": cfg.budget.tokens,
             "trainable_parameters": head.trainable_parameters,
             "verifier_parameters": networks.verifier_parameters,
+            **({"draft_vocabulary_coverage": networks.vocabulary.coverage} if networks.vocabulary else {}),
         },
         seconds=state.seconds,
     )
@@ -311,38 +319,29 @@ def _train(cfg: Config, folder: Path, identity: Mapping[str, Any], ranks: Ranks)
     return 0
 
 
-def draft_of(tensors: Mapping[str, Any], config: Any, device: Any) -> DraftHead:
-    """A draft head with the weights that an engine gave out (``draft.*``); a copy, as a divided engine has no whole."""
-    from jetspec_train.modeling.draft_head import DraftHead
-    from jetspec_train.training.engine import load_strictly
-
-    prefix = "draft."
-    head = DraftHead(config)
-    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    load_strictly(head, own, "the running training")
-    return head.to(device)
-
-
 def step_settings_of(cfg: Config, draft: Any, target: Target) -> StepSettings:
     """The step's settings; ``train.precision=auto`` multiplies in bfloat16 where the target does."""
     import torch
 
-    from jetspec_train.training.step import StepSettings
+    from jetspec_train.modeling.eagle3 import Eagle3Config
+    from jetspec_train.training.step import EAGLE3, StepSettings
 
     wanted = cfg.train.precision
     low = wanted == "bfloat16" or (wanted == "auto" and target.dtype == torch.bfloat16)
+    eagle3 = isinstance(draft, Eagle3Config)
     frozen = cfg.train.only == "verifier"  # then every block is drafted in order to be judged
     return StepSettings(
-        block=draft.block,
-        layout=draft.layout,
+        block=cfg.draft.block if eagle3 else draft.block,
+        layout=EAGLE3 if eagle3 else draft.layout,
         anchors=cfg.verifier.blocks if frozen else cfg.train.anchors,
-        clean_prefix=0.0 if frozen else cfg.draft.clean_prefix,
+        clean_prefix=0.0 if frozen or eagle3 else cfg.draft.clean_prefix,
         gamma=cfg.objective.gamma,
         ce=cfg.objective.ce,
         l1=cfg.objective.l1,
         kl=cfg.objective.kl,
-        chunk_rows=cfg.objective.chunk_anchors * draft.block,
+        chunk_rows=cfg.objective.chunk_anchors * cfg.draft.block,
         autocast=torch.bfloat16 if low else None,
+        reach=cfg.objective.reach,
     )
 
 

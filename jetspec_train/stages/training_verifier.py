@@ -9,11 +9,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jetspec_train.artifacts.errors import UserError
 from jetspec_train.artifacts.files import sha256_file
 from jetspec_train.config import Config, to_dict
+from jetspec_train.stages.training_drafts import EAGLE3, FreshDraft, fresh_draft
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from jetspec_train.data.samples import SampleStore
     from jetspec_train.modeling.draft_config import DraftHeadConfig
     from jetspec_train.modeling.draft_head import DraftHead
+    from jetspec_train.modeling.eagle3 import Eagle3Config, Eagle3Head
     from jetspec_train.modeling.verifier import Verifier
+    from jetspec_train.modeling.vocabulary import DraftVocabulary
     from jetspec_train.targets.target import Target
     from jetspec_train.training.stored_paths import StoredPaths
     from jetspec_train.training.verifier_step import JudgeSettings
@@ -35,13 +38,14 @@ class Networks:
     ``frozen``: weights (``draft.*``) that stay as they are and go into every checkpoint; empty where the draft learns.
     """
 
-    draft_config: DraftHeadConfig
-    draft: DraftHead
+    draft_config: DraftHeadConfig | Eagle3Config
+    draft: DraftHead | Eagle3Head
     verifier: Verifier | None
     judging: JudgeSettings | None
     stored: StoredPaths | None
     frozen: dict[str, Tensor]
     inputs: dict[str, str]  # of the manifest
+    vocabulary: DraftVocabulary | None = None  # of an EAGLE-3 draft, where it is reduced
 
     @property
     def verifier_config(self) -> dict[str, Any] | None:
@@ -58,7 +62,16 @@ class Networks:
         def share(parameters: int) -> str:
             return f"{parameters / target.parameters:.1%}"
 
-        words = f"{'frozen ' if self.frozen else ''}draft of {draft:,} parameters ({share(draft)} of the target)"
+        layers = self.draft_config.layers
+        words = (
+            f"{'frozen ' if self.frozen else ''}draft of {draft:,} parameters ({share(draft)} of the target), "
+            f"{layers} layer{'s' if layers > 1 else ''}"
+        )
+        if self.vocabulary is not None:
+            words += (
+                f", which can say {len(self.vocabulary.ids_X):,} of {self.vocabulary.vocab_size:,} tokens, "
+                f"{self.vocabulary.coverage:.2%} of the answers"
+            )
         if self.verifier is None:
             return words
         stored = f", {len(self.stored):,} stored paths" if self.stored else ""
@@ -73,40 +86,30 @@ def networks(cfg: Config, target: Target, store: SampleStore) -> Networks:
 
     Raises UserError where there is no such checkpoint, or settings contradict each other.
     """
-    from jetspec_train.modeling.draft_config import resolve_draft_config
-
     frozen: dict[str, Tensor] = {}
     inputs: dict[str, str] = {}
     if cfg.train.only == "verifier":
-        draft_config, draft, frozen = frozen_draft(cfg)
+        config, head, frozen = frozen_draft(cfg)
+        draft = FreshDraft(config, head)
         inputs["draft"] = identity(cfg)["frozen_draft"]
     else:
-        draft_config = resolve_draft_config(cfg.draft, target.config, mask_token_id=target.mask_token_id)
-        draft = fresh_head(draft_config, cfg.seed)
+        draft = fresh_draft(cfg, target, store)
     stored = stored_paths(cfg, store) if has_verifier(cfg) else None
     if stored is not None:
         inputs["negatives"] = identity(cfg)["negatives"]
-    verifier = fresh_verifier(cfg, draft_config, target.parameters) if has_verifier(cfg) else None
+    verifier = None
+    if has_verifier(cfg):
+        verifier = fresh_verifier(cfg, cast("DraftHeadConfig", draft.config), target.parameters)
     return Networks(
-        draft_config=draft_config,
-        draft=draft.to(target.device),
+        draft_config=draft.config,
+        draft=draft.head.to(target.device),
         verifier=None if verifier is None else verifier.to(target.device),
         judging=judge_settings(cfg, stored=stored is not None),
         stored=stored,
         frozen=frozen,
         inputs=inputs,
+        vocabulary=draft.vocabulary,
     )
-
-
-def fresh_head(config: Any, seed: int) -> DraftHead:
-    """A draft head with the initial weights of this seed; the global generator is left as it was."""
-    import torch
-
-    from jetspec_train.modeling.draft_head import DraftHead
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return DraftHead(config)
 
 
 def has_verifier(cfg: Config) -> bool:
@@ -116,6 +119,15 @@ def has_verifier(cfg: Config) -> bool:
     if cfg.train.init is not None and cfg.train.only != "verifier":
         raise UserError(
             f"train.init={cfg.train.init} is the frozen draft of train.only=verifier; set that, or unset it."
+        )
+    if cfg.draft.kind == EAGLE3 and cfg.train.only == "verifier":
+        raise UserError(
+            "train.only=verifier with draft.kind=eagle3: the verifier reads the states of block drafts only."
+        )
+    if cfg.draft.kind == EAGLE3 and cfg.verifier.enabled and cfg.train.only is None:
+        raise UserError(
+            "verifier.enabled=true with draft.kind=eagle3: the verifier reads the states of a block, which EAGLE-3 "
+            "does not have. Set verifier=none."
         )
     return cfg.verifier.enabled and cfg.train.only != "draft" and cfg.draft.kind == "block"
 

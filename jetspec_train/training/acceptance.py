@@ -13,10 +13,12 @@ from typing import Any
 
 from jetspec_train.config import DecodingConfig, SamplingConfig
 from jetspec_train.decoding.decoder import Decoder
-from jetspec_train.decoding.drafting import BlockDrafter
+from jetspec_train.decoding.drafting import BlockDrafter, Drafter
+from jetspec_train.decoding.eagle3 import Eagle3Drafter
 from jetspec_train.decoding.planning import without_controls
 from jetspec_train.decoding.stats import merge_stats
 from jetspec_train.modeling.draft_head import DraftHead
+from jetspec_train.modeling.eagle3 import Eagle3Head
 from jetspec_train.targets.target import Target
 
 
@@ -25,7 +27,7 @@ class Stopped(Exception):
 
 
 def measure_acceptance(
-    draft: DraftHead,
+    draft: DraftHead | Eagle3Head,
     target: Target,
     prompts: Sequence[list[int]],
     decoding: DecodingConfig,
@@ -40,7 +42,7 @@ def measure_acceptance(
     ``decoding.shape``), ``chain`` and ``tree`` (tokens per target forward), ``acceptance_rate_at`` (chain, per slot)
     and the counts behind them. ``on_answers`` is given what was decoded: whatever the draft, the target's own answers.
     """
-    drafter = BlockDrafter(draft, target)
+    drafter: Drafter = Eagle3Drafter(draft, target) if isinstance(draft, Eagle3Head) else BlockDrafter(draft, target)
     record: dict[str, Any] = {}
 
     def check(*_: Any) -> None:

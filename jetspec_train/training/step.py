@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from jetspec_train.modeling.blocks import Blocks, make_blocks, sample_anchors, sample_clean
 from jetspec_train.modeling.draft_head import DraftHead
+from jetspec_train.modeling.eagle3_training import eagle3_blocks
 from jetspec_train.modeling.verifier import Verifier
 from jetspec_train.objectives.draft_loss import Fraction, draft_loss
 from jetspec_train.objectives.verifier_loss import add_fractions
@@ -41,6 +42,20 @@ from jetspec_train.training.verifier_step import (
     plan_judging,
 )
 
+EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """What the networks of a micro-step may read of its packed rows; int64 [B, T] each."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+
+    def to(self, device: torch.device) -> PackedText:
+        return PackedText(self.tokens_BT.to(device), self.positions_BT.to(device), self.documents_BT.to(device))
+
 
 @dataclass(frozen=True)
 class TrainBatch:
@@ -53,13 +68,19 @@ class TrainBatch:
     samples: list[np.ndarray]  # per row: which samples it holds, in their order (what a feature cache looks up)
     held_out_BT: Tensor | None = None  # bool: of samples that only the verifier learns from; None: there are none
 
+    def text(self, rows: slice) -> PackedText:
+        return PackedText(self.tokens_BT[rows], self.positions_BT[rows], self.documents_BT[rows])
+
 
 States = Callable[[TrainBatch, slice], tuple[Tensor, Tensor]]  # rows -> features [b, T, F], hidden [b, T, D]
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs from the configuration. ``autocast``: the dtype of matrix products, None for fp32."""
+    """What a step needs from the configuration. ``autocast``: the dtype of matrix products, None for fp32.
+
+    ``layout``: that of a block draft, or "eagle3" for blocks of so many steps of training-time test.
+    """
 
     block: int
     layout: str
@@ -71,6 +92,7 @@ class StepSettings:
     kl: float
     chunk_rows: int = 256
     autocast: torch.dtype | None = None
+    reach: bool = False  # expected-acceptance weights (objectives.draft_loss)
 
 
 @dataclass(frozen=True)
@@ -111,17 +133,12 @@ def plan_step(
     """
     seeds = [row_seed(seed, step, row) for row in range(batch.tokens_BT.shape[0])]
     anchors_BA = sample_anchors(batch.supervised_BT, batch.documents_BT, settings.anchors, seeds)
-    clean_BA = sample_clean(anchors_BA, block=settings.block, probability=settings.clean_prefix, seeds_B=seeds)
-    blocks = make_blocks(
-        batch.tokens_BT,
-        batch.positions_BT,
-        batch.documents_BT,
-        batch.supervised_BT,
-        anchors_BA,
-        clean_BA,
-        block=settings.block,
-        layout=settings.layout,
-    )
+    rows = (batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.supervised_BT, anchors_BA)
+    if settings.layout == EAGLE3:
+        blocks = eagle3_blocks(*rows, steps=settings.block)
+    else:
+        clean_BA = sample_clean(anchors_BA, block=settings.block, probability=settings.clean_prefix, seeds_B=seeds)
+        blocks = make_blocks(*rows, clean_BA, block=settings.block, layout=settings.layout)
     weights_BAK = slot_weights(blocks.valid_BAK, blocks.distance_BAK, settings.gamma)
     held_out_BA = torch.zeros(anchors_BA.shape, dtype=torch.bool)
     if batch.held_out_BT is not None:
@@ -208,7 +225,7 @@ class DraftStep(nn.Module):
         self,
         blocks: Blocks,
         weights_BAK: Tensor,
-        positions_BT: Tensor,
+        text: PackedText,
         features_BTF: Tensor,
         target_hidden_BTD: Tensor,
         total_weight: float,
@@ -218,7 +235,7 @@ class DraftStep(nn.Module):
         settings, (target, draft) = self.settings, self._outside
         with autocast(target.device, settings.autocast):
             fused_BTd = draft.fuse(features_BTF)
-            context = draft.context_kv(fused_BTd, positions_BT)
+            context = draft.context_kv(fused_BTd, text.positions_BT)
             embeds = draft.embed(blocks.inputs_BAK, target.embed)
             hidden_BAKd = draft(embeds, blocks.positions_BAK, context, blocks.context_mask_BAT)
             state = draft.parent_state(blocks.parents_BAK, hidden_BAKd) if draft.has_parent else None
@@ -242,6 +259,7 @@ class DraftStep(nn.Module):
                     parent_state_BAKr=state,
                     parent_weight_Vr=draft.parent_weight,
                     chunk_rows=settings.chunk_rows,
+                    reach=settings.reach,
                 )
                 parts.append(drafted.loss)
                 metrics = dict(drafted.metrics)
@@ -254,7 +272,7 @@ class DraftStep(nn.Module):
                     blocks,
                     DraftStates(hidden_BAKd, state, fused_BTd, context),
                     judging,
-                    positions_BT=positions_BT,
+                    positions_BT=text.positions_BT,
                     target_hidden_BTD=target_hidden_BTD,
                     choice_BAK=choice_BAK,
                     settings=self.judging,
@@ -315,7 +333,7 @@ def run_step(
         result = module(
             blocks.to(device),
             weights_BAK.to(device),
-            batch.positions_BT[rows].to(device),
+            batch.text(rows).to(device),
             features_BTF,
             hidden_BTD,
             plan.total_weight,

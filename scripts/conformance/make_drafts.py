@@ -178,7 +178,7 @@ def train_block(name: str, target: Any, data: TrainBatch, states: tuple[Any, Any
         batch = rows_of(data, rows)
         plan = plan_step(batch, settings, seed=0, step=step)
         blocks, weights = plan.rows(slice(0, len(rows)))
-        result = module(blocks, weights, batch.positions_BT, states[0][rows], states[1][rows], plan.total_weight)
+        result = module(blocks, weights, batch.text(rows), states[0][rows], states[1][rows], plan.total_weight)
         result.loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()

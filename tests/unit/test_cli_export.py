@@ -95,7 +95,7 @@ def test_a_bundle_that_differs_is_found(tmp_path):
     weights["norm.weight"][3] *= 1.001
     with pytest.raises(UserError, match="logits differ by up to"):
         export.compare_with_checkpoint(
-            tmp_path / "export" / "bundle", head.config.to_dict(), weights, tiny_target("llama")
+            tmp_path / "export" / "bundle", "block", head.config.to_dict(), weights, tiny_target("llama")
         )
 
 

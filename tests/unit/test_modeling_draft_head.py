@@ -292,3 +292,24 @@ def test_moving_the_head_to_bf16_keeps_exact_rotary_frequencies() -> None:
     cos, _ = head.rotary(torch.tensor([[4001]]))
     assert cos.dtype == torch.float32
     assert torch.allclose(cos[0, 0, :1].double(), torch.cos(torch.tensor([4001.0], dtype=torch.float64)), atol=1e-3)
+
+
+def test_recomputed_layers_give_the_same_gradients_and_keep_less() -> None:
+    batch = tools.packed([[(4, 20)]], 24)
+    head = tools.draft_head(layers=2)
+    blocks = batch.blocks(torch.tensor([[6, 9, 14]]), config=head.config)
+    found = []
+    for recompute in (False, True):
+        head.recompute = recompute
+        kept: list[int] = []
+
+        def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = tools.run_head(head, batch, blocks).square().sum()
+        parameters = [p for name, p in head.named_parameters() if "markov" not in name]
+        found.append((torch.autograd.grad(loss, parameters), sum(kept)))
+    assert all(torch.equal(one, other) for one, other in zip(found[0][0], found[1][0]))
+    assert found[1][1] < 0.6 * found[0][1]

@@ -216,3 +216,14 @@ def test_initialisation_takes_the_targets_output_rows_and_writes_the_table() -> 
     with pytest.raises(ValueError, match="61 draft tokens"):
         initialise_eagle3(head, tools.LM_HEAD, None)
     assert math.isclose(math.exp(-1 / STEP_GAMMA), 0.8)
+
+
+def test_recomputed_steps_give_the_same_gradients() -> None:
+    batch = tools.packed(ROWS, 32)
+    head = eagle3_head(layers=2)
+    found = []
+    for recompute in (False, True):
+        head.recompute = recompute
+        parameters = [p for name, p in head.named_parameters() if not name.startswith("lm_head")]
+        found.append(torch.autograd.grad(unrolled(head, batch, ANCHORS).square().sum(), parameters))
+    assert all(torch.equal(one, other) for one, other in zip(*found))

@@ -83,6 +83,30 @@ def test_value_and_gradient_are_those_of_plain_autograd(mix: dict[str, float], p
         assert gradient.abs().max() > 0, name
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("mix", MIXES[:2], ids=str)
+def test_weights_by_reach_are_the_acceptance_of_the_slots_before_and_take_no_gradient(
+    mix: dict[str, float], chunk: int
+) -> None:
+    head = tools.draft_head(parent="vanilla")
+    batch, blocks = make([[(3, 12), (2, 7)], [(4, 15)]], 26, head)
+    mine = loss_of(head, batch, blocks, chunk_rows=chunk, reach=True, **mix)
+    hidden = tools.run_head(head, batch, blocks)
+    log_p = tools.slot_logits(head, hidden, blocks.parents_BAK).log_softmax(-1)
+    q = tools.logits(batch.hidden_BTD[torch.arange(2)[:, None, None], blocks.sources_BAK]).softmax(-1)
+    distance = (log_p.exp() - q).abs().sum(-1)
+    label = log_p.gather(-1, blocks.labels_BAK.unsqueeze(-1)).squeeze(-1)
+    accepted = (1 - distance / 2 if mix["l1"] else label.exp()).detach()
+    weights = slot_weights(blocks.valid_BAK, blocks.distance_BAK, 4.0)
+    accepted = torch.where(weights > 0, accepted, 1.0)
+    reached = torch.cat((torch.ones_like(accepted[..., :1]), accepted.cumprod(-1)[..., :-1]), dim=-1)
+    plain = (weights * reached * (mix["l1"] * distance - mix["ce"] * label)).sum() / weights.sum()
+    assert torch.allclose(mine.loss.double(), plain, rtol=1e-6)
+    expected, found = gradients(plain, head), gradients(mine.loss, head)
+    for name, gradient in found.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-6, atol=1e-9), name
+
+
 def test_fp32_and_bf16_autocast_follow_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     head = tools.draft_head(parent="gated")
     batch, blocks = make([[(3, 12), (2, 7)], [(4, 15)]], 26, head)

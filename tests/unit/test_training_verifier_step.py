@@ -103,7 +103,7 @@ def run(
     output = module(
         blocks,
         weights,
-        batch.positions_BT[rows],
+        batch.text(rows),
         features,
         hidden,
         plan.total_weight,
@@ -211,7 +211,7 @@ def test_confidence_does_not_change_with_the_token_it_is_asked_about(monkeypatch
         module = DraftStep(draft, target, settings, verifier, replace(JUDGING, blocks=32))
         again = plan_step(batch, settings, seed=0, step=0, judging=replace(JUDGING, blocks=32))
         features, hidden = online_states(target, draft.config.target_layer_ids)(batch, slice(0, 1))
-        module(*again.rows(slice(0, 1)), batch.positions_BT, features, hidden, 1.0, again.judging)
+        module(*again.rows(slice(0, 1)), batch.text(slice(0, 1)), features, hidden, 1.0, again.judging)
         return seen[-1].detach()
 
     before = confidences(batch)
@@ -254,7 +254,7 @@ def test_the_chain_of_the_step_is_judged_like_the_chain_of_the_decoder(
     plan = plan_step(batch, settings, seed=0, step=0, judging=judging)
     assert plan.judging is not None
     features, hidden = online_states(target, draft.config.target_layer_ids)(batch, slice(0, 1))
-    module(*plan.rows(slice(0, 1)), batch.positions_BT, features, hidden, 1.0, plan.judging)
+    module(*plan.rows(slice(0, 1)), batch.text(slice(0, 1)), features, hidden, 1.0, plan.judging)
     found: Candidates = noted["candidates"]
     S, first = found.tokens_BAKS.shape[-1], draft.config.first_slot
 
@@ -390,7 +390,7 @@ def test_held_out_rounds_are_the_rounds_that_decoding_makes() -> None:
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     for step in range(60):
         plan = plan_step(batch, settings, seed=0, step=step)
-        loss = module(*plan.rows(rows), batch.positions_BT, features, hidden, plan.total_weight).loss
+        loss = module(*plan.rows(rows), batch.text(rows), features, hidden, plan.total_weight).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -64,11 +64,19 @@ def drafter_from_bundle(bundle: Bundle, target: Target) -> Drafter:
         eagle3 = Eagle3Head(Eagle3Config.from_dict(described))
         load_draft_tensors(eagle3, bundle.tensors, str(bundle.path))
         return Eagle3Drafter(eagle3, target)
-    config = DraftHeadConfig.from_dict(described)
+    return BlockDrafter(head_from_bundle(bundle, target), target, companions_of(bundle, target))
+
+
+def head_from_bundle(bundle: Bundle, target: Target) -> DraftHead:
+    """The bundle's block draft head, as it was trained (fp32, on the CPU).
+
+    Raises UserError where it does not fit the target's sizes or its own configuration.
+    """
+    config = DraftHeadConfig.from_dict(bundle.config["draft"])
     check_fits(config, target)
     head = DraftHead(config)
     load_draft_tensors(head, bundle.tensors, str(bundle.path))
-    return BlockDrafter(head, target, companions_of(bundle, target))
+    return head
 
 
 def companions_of(bundle: Bundle, target: Target) -> Companions:

@@ -48,7 +48,7 @@ def record_verification(
 
     The bundle must have a verifier and a block draft head.
     """
-    from jetspec_train.decoding.bundles import drafter_from_bundle
+    from jetspec_train.decoding.bundles import drafter_from_bundle, head_from_bundle
     from jetspec_train.decoding.drafting import BlockDrafter
     from jetspec_train.evaluation.shadow import ShadowPrompt, ShadowRun, chain_settings, sampling_of
 
@@ -77,9 +77,11 @@ def record_verification(
             "target_parameters": target.parameters,
         }
     ]
+    # Not the drafter's own head: that one is packed for decoding.
+    head = head_from_bundle(bundle, target)
     shadows = [ShadowPrompt(p.id, p.domain, p.tokens, p.row) for p in chosen]
     for run, settings in ((CHAIN, chain_settings(decoding, mode)), (POLICY, policy)):
-        shadow = ShadowRun(target, drafter.head, verifier, calibration, settings)
+        shadow = ShadowRun(target, head, verifier, calibration, settings)
         for at in range(0, len(shadows), BATCH):
             rounds, _ = shadow.run(shadows[at : at + BATCH], max_new_tokens=evaluate.max_new_tokens)
             lines += [{"type": "round", "run": run, **record} for record in rounds]
